@@ -1,0 +1,1 @@
+"""EAGLE-3 drafters: data, training, decoding and export. Imports `extract`, never the other way round."""

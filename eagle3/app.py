@@ -1,0 +1,113 @@
+"""What every script does around its stages: output that appears at once, the machine's settings, errors for people."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from rich import get_console
+from rich.text import Text
+
+from eagle3.config import Config, as_dict, typed
+from eagle3.runlog import Declared, RunLog, SilentRunLog, open_runlog, provenance
+from extract.config import Hardware
+from extract.rundir import RunDir, open_run
+
+log = logging.getLogger(__name__)
+
+Stage = Callable[[Config, Path], float | None]
+
+
+def launch(raw: DictConfig, stage: Stage) -> float | None:
+    """Run a stage on a composed config, in Hydra's output directory; its return value is the sweep's objective.
+
+    A ValueError is the user's to mend: it is shown without a traceback, which lies in the run directory. In a sweep
+    it is raised, so that the other jobs go on and Hydra knows of the failure.
+    """
+    hydra = HydraConfig.get()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    try:
+        config = typed(raw)
+        _prepare_machine(config.hardware)
+        return stage(config, Path(hydra.runtime.output_dir))
+    except ValueError as error:
+        if is_sweep():
+            raise
+        get_console().print(Text(f"{hydra.job.name}: {error}", style="red"), soft_wrap=True)
+        trace = Path(hydra.runtime.output_dir) / "traceback.txt"
+        if trace.exists():
+            get_console().print(Text(f"traceback: {trace}", style="dim"), soft_wrap=True)
+        raise SystemExit(1) from None
+
+
+def _prepare_machine(hardware: Hardware) -> None:
+    os.environ.update(hardware.env)
+    if hardware.threads is not None:
+        torch.set_num_threads(hardware.threads)
+    if hardware.accelerator == "cuda" and not torch.cuda.is_available():
+        raise ValueError("hardware.accelerator=cuda, but torch sees no GPU here; use hardware=cpu")
+    torch.set_float32_matmul_precision("high")  # TF32 where there is such a thing; a CPU computes as before
+    for noisy in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    warnings.filterwarnings("ignore", category=UserWarning, module="lightning_utilities")
+
+
+@contextmanager
+def tracked_run(
+    config: Config, path: Path, stage: str, inputs: dict[str, str], *, intact: bool = True
+) -> Iterator[RunDir]:
+    """The stage's run directory for one attempt; see `extract.rundir.open_run`."""
+    with open_run(path, stage, as_dict(config), inputs, provenance(), intact=intact) as run:
+        yield run
+
+
+def run_log(
+    config: Config,
+    run: RunDir,
+    stage: str,
+    declared: dict[str, Declared],
+    *,
+    resumed_from_step: int = 0,
+    rank: int = 0,
+) -> RunLog | SilentRunLog:
+    """Ledger and mirrors of this attempt, named so that runs can be told apart and compared in W&B."""
+    hydra = HydraConfig.get()
+    overrides = [o for o in hydra.overrides.task if not o.startswith(("experiment=", "tracking"))]
+    group = Path(hydra.sweep.dir).name if is_sweep() else config.name
+    tracking = config.tracking
+    return open_runlog(
+        run.path,
+        declared,
+        mode=tracking.mode,
+        project=tracking.project,
+        entity=tracking.entity,
+        group=group,
+        name=",".join(overrides) or run.path.name,
+        job_type=stage,
+        tags=[*tracking.tags, config.name, config.verifier.name],
+        config=as_dict(config),
+        csv=tracking.csv,
+        tensorboard=tracking.tensorboard,
+        attempt=run.attempt,
+        resumed_from_step=resumed_from_step if run.attempt > 1 else None,
+        rank=rank,
+    )
+
+
+def is_sweep() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def command(script: str, *keys: str) -> str:
+    """The command line for the next stage of this very config, with what the user overrode."""
+    overrides = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("resume", "dry_run")]
+    return " ".join(["python", script, *overrides, *keys])
+

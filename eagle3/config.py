@@ -1,0 +1,241 @@
+"""Typed settings of the drafter's side, the root of all scripts, and the one conversion from Hydra's config.
+
+All scripts share one root, so that an experiment describes a whole pipeline and evaluate.py finds what train.py of
+the same config has trained. `typed()` is the first statement of every script; nothing below it knows omegaconf.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from extract.config import STRICT, Extraction, Hardware, NonEmpty, Server, Share, Verifier
+
+
+@dataclass(frozen=True, config=STRICT)
+class Drafter:
+    ttt_steps: Annotated[int, Field(ge=1, le=16)]
+    """K, draft steps unrolled in training (training-time test)."""
+    step_decay: Share
+    """Weight of step k in the loss is step_decay ** k."""
+    noise_std: NonNegativeFloat
+    """Uniform noise in (-noise_std, noise_std) added to the captured states in training; 0 draws none."""
+    draft_vocab_size: PositiveInt
+    """D, tokens that can be drafted; the verifier's vocabulary size makes every token draftable."""
+    loss: Literal["soft_ce"]
+    """soft_ce: cross-entropy against the verifier's distribution over the draft vocabulary."""
+    fc_norm: bool
+    """EAGLE-3.1: an RMSNorm for each captured layer before they are fused."""
+    norm_output: bool
+    """EAGLE-3.1: the next step is fed the normed state."""
+    intermediate_size: PositiveInt | None
+    """Width of the MLP; null is the verifier's."""
+    num_heads: PositiveInt | None
+    """Attention heads; null is the verifier's."""
+    num_kv_heads: PositiveInt | None
+    """Key and value heads; null is the verifier's."""
+    head_dim: PositiveInt | None
+    """Width of a head; null is the verifier's."""
+    rope_parameters: dict[str, Any] | None
+    """rope_type, rope_theta and scaling; null is the verifier's."""
+    init_from: str | None
+    """Drafter directory to start from (warm start). Its draft vocabulary stays."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Optimizer:
+    lr: PositiveFloat
+    """Peak learning rate of AdamW."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+    """On matrices only, never on norms."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)]
+    """Share of all optimizer steps in which the rate rises linearly."""
+    floor_ratio: Annotated[float, Field(ge=0, le=1)]
+    """The cosine ends at lr * floor_ratio."""
+    clip_norm: PositiveFloat
+    """Global gradient norm above which gradients are scaled down."""
+    epochs: PositiveInt
+    batch_tokens: PositiveInt
+    """Tokens of packed rows in one optimizer step, over all devices and micro-batches."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Data:
+    overlong: Literal["split", "cut"]
+    """Samples longer than extraction.max_len: split into pieces, or cut to the first."""
+    val_fraction: Annotated[float, Field(gt=0, lt=1)]
+    """Share of conversations held out for validation, at least one."""
+    val_every_steps: PositiveInt | None
+    """Validate, and save a checkpoint, every so many optimizer steps; null is once an epoch."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Evaluation:
+    prompts: NonEmpty
+    """Prompts that were not trained on, in any form that extraction.prompts takes."""
+    limit: PositiveInt | None
+    max_new_tokens: PositiveInt
+    drafts: PositiveInt
+    """Tokens drafted before each verification."""
+    bootstrap: PositiveInt
+    """Resamples of the prompts for the confidence interval."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Tracking:
+    mode: Literal["offline", "online", "local"]
+    """W&B: offline needs no account and no network, online needs WANDB_API_KEY, local writes no W&B run."""
+    project: NonEmpty
+    entity: str | None
+    tags: list[str]
+    tensorboard: bool
+    csv: bool
+
+
+@dataclass(frozen=True, config=STRICT)
+class Config:
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Name of the experiment: of its store, its run directories and its W&B group."""
+    hardware: Hardware
+    verifier: Verifier
+    server: Server
+    extraction: Extraction
+    drafter: Drafter
+    optimizer: Optimizer
+    data: Data
+    evaluation: Evaluation
+    tracking: Tracking
+    store: NonEmpty
+    """Directory of hidden states: written by extract.py, read by train.py."""
+    drafter_dir: NonEmpty
+    """Drafter that evaluate.py decodes with; by default the one that train.py makes of this very config."""
+    cache_dir: NonEmpty
+    """Converted verifiers (a GGUF is dequantised once)."""
+    seed: Annotated[int, Field(ge=0)]
+    resume: str | None
+    """Run directory of train.py to continue, with the config saved there."""
+    dry_run: bool
+    """Check and plan, then stop before the first expensive step."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer.batch_tokens % self.extraction.max_len:
+            low = max(1, self.optimizer.batch_tokens // self.extraction.max_len) * self.extraction.max_len
+            raise ValueError(
+                f"optimizer.batch_tokens={self.optimizer.batch_tokens} is no multiple of "
+                f"extraction.max_len={self.extraction.max_len}, the length of a packed row; use {low}"
+            )
+        rows = self.optimizer.batch_tokens // self.extraction.max_len
+        if rows % self.hardware.devices:
+            raise ValueError(
+                f"optimizer.batch_tokens={self.optimizer.batch_tokens} are {rows} packed rows, which do not divide "
+                f"over hardware.devices={self.hardware.devices}"
+            )
+        if self.evaluation.max_new_tokens >= self.extraction.max_len:
+            raise ValueError(
+                f"evaluation.max_new_tokens={self.evaluation.max_new_tokens} leaves no room for a prompt in "
+                f"extraction.max_len={self.extraction.max_len}"
+            )
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used, each named with its key."""
+
+
+def typed(raw: DictConfig) -> Config:
+    """Hydra's config as frozen dataclasses.
+
+    Raises:
+        ConfigError: naming every key that is unset, unresolvable, unknown, of the wrong type or out of range, or
+            two settings that contradict each other.
+    """
+    problems: list[str] = []
+    values = _plain(raw, "", problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return from_values(values)
+
+
+def from_values(values: dict[str, Any]) -> Config:
+    """Checked config from plain values, e.g. those that a run directory saved.
+
+    Raises:
+        ConfigError: as `typed` does.
+    """
+    try:
+        return TypeAdapter(Config).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def _plain(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:
+    """Plain containers with interpolations resolved; what cannot be resolved is collected under its full key."""
+    if isinstance(node, ListConfig):
+        return OmegaConf.to_container(node, resolve=True)
+    out: dict[str, Any] = {}
+    for key in node:
+        full = f"{prefix}{key}"
+        if OmegaConf.is_missing(node, key):
+            problems.append(f"{full} is not set; give it on the command line: {full}=VALUE")
+            continue
+        try:
+            value = node[key]
+        except OmegaConfBaseException as error:
+            problems.append(f"{full} cannot be resolved: {str(error).splitlines()[0]}")
+            continue
+        nested = isinstance(value, DictConfig | ListConfig)
+        out[str(key)] = _plain(value, f"{full}.", problems) if nested else value
+    return out
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{key} is no setting; `--cfg job` lists them all"
+    if error["type"] in ("missing", "missing_argument"):
+        return f"{key} is missing from conf/"
+    return f"{key}={error['input']!r}: {error['msg']}"
+
+
+IDENTITY = {
+    "extract": ("verifier", "server", "extraction", "store", "seed"),
+    "train": ("verifier", "extraction", "drafter", "optimizer", "data", "hardware", "store", "seed"),
+    "evaluate": ("verifier", "server", "extraction", "evaluation", "drafter_dir", "seed"),
+}
+"""The sections that a stage's result depends on: its run directory is named by them."""
+
+
+def run_id(stage: str, *, _root_: DictConfig) -> str:
+    """Resolver `${run_id:train}`: the experiment's name and a hash of what the stage depends on.
+
+    The same command finds its directory again and goes on there; another setting gets another directory.
+    """
+    plain = {key: OmegaConf.to_container(_root_[key], resolve=True) if OmegaConf.is_config(_root_[key]) else _root_[key]
+             for key in IDENTITY[stage]}  # fmt: skip
+    return f"{_root_['name']}-{_short_hash(plain)}"
+
+
+def sweep_id(overrides: ListConfig, *, _root_: DictConfig) -> str:
+    """Resolver `${sweep_id:${hydra.overrides.task}}`: the same sweep command finds its directory again."""
+    return _short_hash(sorted(overrides))
+
+
+def _short_hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """Plain nested values, for run.json, W&B and checkpoints."""
+    return asdict(config)
+
+
+OmegaConf.register_new_resolver("run_id", run_id, replace=True)
+OmegaConf.register_new_resolver("sweep_id", sweep_id, replace=True)

@@ -1,0 +1,150 @@
+"""The head and the loss of all TTT steps at once, in chunks, so that no [tokens, D] float32 tensor outlives its chunk.
+
+    loss = sum_k decay^k * sum over M_k of CE(teacher, draft) / |M_k|
+
+The teacher of row r at step k is the verifier at r+1+k: one teacher row serves up to K students. Pairs (k, r) are
+therefore sorted by teacher position, each chunk computes its teachers once, and the gradient is formed on the spot:
+forward keeps d loss/d hidden and d loss/d head, backward only scales them.
+Legend: P pairs (k, r) in the active sets, K steps, R rows, N tokens, H hidden, D draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+RowLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def soft_cross_entropy(
+    logits: Float[Tensor, "P D"], teacher: Float[Tensor, "P D"], weight: Float[Tensor, "P"]
+) -> tuple[Float[Tensor, "P"], Float[Tensor, "P D"]]:
+    """-sum_v teacher_v log softmax(logits)_v for each row, and weight times its gradient. Source: EAGLE-3, section 3."""
+    log_draft = logits.log_softmax(-1)
+    row_loss = -(teacher * log_draft).sum(-1)
+    gradient = (log_draft.exp() - teacher) * weight[:, None]
+    return row_loss, gradient
+
+
+LOSSES: dict[str, RowLoss] = {"soft_ce": soft_cross_entropy}
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The verifier's side of the loss: nothing here takes a gradient."""
+
+    last: Float[Tensor, "N H"]
+    """Its final hidden states, after the final norm."""
+    lse: Float[Tensor, "N"]
+    """Logsumexp of its logits over the full vocabulary."""
+    head: Float[Tensor, "D H"]
+    """The rows of its head that belong to the draft vocabulary, in draft order."""
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """What the head says, for every step and active row; inactive pairs hold -1 or 0."""
+
+    loss: Float[Tensor, ""]
+    row_loss: Float[Tensor, "K R"]
+    draft: Int[Tensor, "K R"]
+    """Argmax in the draft vocabulary."""
+    alpha: Float[Tensor, "K R"]
+    """sum_v min(p_v, q_v), p over the full vocabulary: the chance that sampling accepts the draft."""
+
+
+def head_and_loss(
+    normed: Float[Tensor, "K R H"],
+    lm_head: Float[Tensor, "D H"],
+    teacher: Teacher,
+    index: Int[Tensor, "K R"],
+    active: Bool[Tensor, "K R"],
+    weight: Float[Tensor, "K R"],
+    *,
+    loss: str = "soft_ce",
+    chunk_pairs: int = 2048,
+) -> HeadOutput:
+    """Loss, drafts and acceptance of the active pairs.
+
+    `normed` are states after the drafter's final norm; `index` says at which token the teacher of a pair speaks;
+    `weight` is decay^k/|M_k| on supervised pairs and 0 elsewhere. `loss.backward()` reaches `normed` and `lm_head`.
+    """
+    step, row = active.nonzero(as_tuple=True)
+    order = index[step, row].argsort(stable=True)
+    step, row = step[order], row[order]
+    total, row_loss, draft, alpha = _ChunkedHead.apply(
+        normed[step, row], lm_head, teacher, index[step, row], weight[step, row], LOSSES[loss], chunk_pairs
+    )
+    shape = active.shape
+    return HeadOutput(
+        loss=total,
+        row_loss=normed.new_zeros(shape, dtype=torch.float32).index_put((step, row), row_loss),
+        draft=torch.full(shape, -1, dtype=torch.long, device=active.device).index_put((step, row), draft),
+        alpha=normed.new_zeros(shape, dtype=torch.float32).index_put((step, row), alpha),
+    )
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Pairs are sorted by teacher position. Returns (loss, row_loss [P], draft [P], alpha [P]); only loss has a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        teacher: Teacher,
+        speaks_at: Tensor,
+        weight: Tensor,
+        row_loss_of: RowLoss,
+        chunk_pairs: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wants_gradient = any(ctx.needs_input_grad[:2])
+        head = lm_head.to(_compute_dtype(hidden))
+        teacher_head = teacher.head.to(head.dtype)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden) if wants_gradient else None
+        grad_head = torch.zeros_like(lm_head) if wants_gradient else None
+        losses, drafts, alphas = [], [], []
+        for begin in range(0, len(hidden), chunk_pairs):
+            chunk = slice(begin, begin + chunk_pairs)
+            student_in = hidden[chunk].to(head.dtype)
+            logits = (student_in @ head.T).float()
+            in_draft, in_full = _teacher_probabilities(teacher, teacher_head, speaks_at[chunk])
+            row_loss, gradient = row_loss_of(logits, in_draft, weight[chunk])
+            total += (row_loss * weight[chunk]).sum()
+            losses.append(row_loss)
+            drafts.append(logits.argmax(-1))
+            alphas.append(torch.minimum(in_full, logits.softmax(-1)).sum(-1))
+            if grad_hidden is not None and grad_head is not None:
+                gradient = gradient.to(head.dtype)
+                grad_hidden[chunk] = gradient @ head
+                grad_head += gradient.T @ student_in
+        ctx.save_for_backward(grad_hidden, grad_head)
+        outputs = tuple(torch.cat(x) if x else weight.new_zeros(0) for x in (losses, drafts, alphas))
+        ctx.mark_non_differentiable(*outputs)
+        return total, outputs[0], outputs[1].long(), outputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, grad_head = ctx.saved_tensors
+        return grad_hidden * grad_total, grad_head * grad_total, None, None, None, None, None
+
+
+def _teacher_probabilities(
+    teacher: Teacher, head: Float[Tensor, "D H"], speaks_at: Int[Tensor, "P"]
+) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
+    """The verifier's distribution at each pair: renormalised over the draft vocabulary, and as part of the full one."""
+    positions, back = speaks_at.unique_consecutive(return_inverse=True)
+    logits = (teacher.last[positions].to(head.dtype) @ head.T).float()
+    in_draft = logits.softmax(-1)
+    in_full = (logits - teacher.lse[positions, None]).exp()
+    return in_draft[back], in_full[back]
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype of matrix products: autocast's where it is on, otherwise the tensor's own."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

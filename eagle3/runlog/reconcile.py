@@ -1,0 +1,103 @@
+"""The end of a run: expected, emitted, on-disk and mirrored rows must agree, or the process fails."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from eagle3.runlog.ledger import MARKER, Ledger, Row, read_rows
+from eagle3.runlog.mirrors import Guarded, Held
+
+REPORT_NAME = "reconcile.json"
+SHOWN_STEPS = 8
+
+
+class MetricsLost(RuntimeError):
+    """Some metric did not reach a place where it should be."""
+
+
+@dataclass
+class Report:
+    """What `reconcile.json` holds; counts are of this attempt's rows."""
+
+    ok: bool
+    run: str
+    attempt: int
+    splits: dict[str, dict[str, int | None]]
+    """By split: expected (None: not said, or stopped early), emitted, on_disk, and one entry per mirror."""
+    nonfinite: dict[str, int]
+    """How often each metric was NaN or infinite; stored as such, no gap."""
+    gaps: list[str] = field(default_factory=list)
+
+    def write(self, run_dir: Path) -> None:
+        temporary = run_dir / f"{REPORT_NAME}.tmp"
+        with temporary.open("w") as file:
+            json.dump(asdict(self), file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(run_dir / REPORT_NAME)
+
+
+class Reconciler:
+    """Compares one closed ledger with its mirrors, one after another."""
+
+    def __init__(self, ledger: Ledger, expected: Mapping[str, int]) -> None:
+        self.rows, self.gaps = _on_disk(ledger)
+        on_disk = Counter(row.split for row in self.rows)
+        self.report = Report(True, ledger.run, ledger.attempt, {}, dict(ledger.nonfinite), self.gaps)
+        for split, emitted in ledger.emitted.items():
+            want = expected.get(split)
+            self.report.splits[split] = {"expected": want, "emitted": emitted, "on_disk": on_disk[split]}
+            if want is not None and want != emitted:
+                self.gaps.append(f"{split}: {want} rows expected, {emitted} emitted")
+            if on_disk[split] != emitted:
+                self.gaps.append(f"{split}: {emitted} rows emitted, {on_disk[split]} on disk")
+
+    def compare(self, mirror: Guarded) -> None:
+        """Holds a closed mirror's rows against the ledger's."""
+        held = mirror.held()
+        want = Held((row.split, row.step, len(row.values)) for row in self.rows)
+        for split, counts in self.report.splits.items():
+            counts[mirror.name] = sum(n for (held_split, _, _), n in held.items() if held_split == split)
+        for split, steps in _by_split(want - held).items():
+            self.gaps.append(f"{mirror.name}: {len(steps)} {split} rows missing or incomplete at {_shown(steps)}")
+        for split, steps in _by_split(held - want).items():
+            self.gaps.append(f"{mirror.name}: {len(steps)} {split} rows that the ledger lacks at {_shown(steps)}")
+        if mirror.failures:
+            self.gaps.append(f"{mirror.name}: {len(mirror.failures)} calls failed, first {mirror.failures[0]}")
+
+    def finish(self, run_dir: Path) -> Report:
+        self.report.ok = not self.gaps
+        self.report.write(run_dir)
+        return self.report
+
+
+def metrics_lost(report: Report, run_dir: Path) -> MetricsLost:
+    gaps = "\n".join(f"  - {gap}" for gap in report.gaps)
+    return MetricsLost(f"metrics of {run_dir} do not agree (see {REPORT_NAME}):\n{gaps}")
+
+
+def _on_disk(ledger: Ledger) -> tuple[list[Row], list[str]]:
+    """This attempt's rows as the file has them, and what is wrong with the file."""
+    try:
+        rows = read_rows(ledger.path)
+    except (OSError, ValueError) as err:
+        return [], [f"the ledger cannot be read back: {err}"]
+    gaps = []
+    if ledger.last is not None and (not rows or rows[-1].to_line() != ledger.last.to_line()):
+        gaps.append(f"the last row on disk is not the last one emitted (seq {ledger.last.seq})")
+    return [row for row in rows if row.attempt == ledger.attempt and row.split != MARKER], gaps
+
+
+def _by_split(rows: Held) -> dict[str, list[int]]:
+    splits: dict[str, list[int]] = {}
+    for split, step, _ in sorted(rows.elements()):
+        splits.setdefault(split, []).append(step)
+    return splits
+
+
+def _shown(steps: Sequence[int]) -> str:
+    shown = ", ".join(str(step) for step in steps[:SHOWN_STEPS])
+    return f"step {shown}" + (" …" if len(steps) > SHOWN_STEPS else "")

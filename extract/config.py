@@ -1,0 +1,119 @@
+"""Typed settings of the verifier's side: hardware, verifier, server, extraction. Values live in `conf/`, never here.
+
+Fields have no defaults on purpose: `conf/` is the only place where a value is chosen, and a key missing there is an
+error. Each field is documented where it is declared, and its range is part of its type.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+Share = Annotated[float, Field(gt=0, le=1)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Hardware:
+    accelerator: Literal["cpu", "cuda"]
+    """Where the verifier runs in process, and where the drafter trains."""
+    devices: PositiveInt
+    """Processes of a training, one a device."""
+    strategy: Literal["auto", "ddp"]
+    """Lightning strategy: `auto` is one process, `ddp` needs devices > 1."""
+    precision: Literal["32-true", "bf16-mixed"]
+    """Matrix products of the drafter's training. Weights and optimizer state are float32 either way."""
+    micro_rows: PositiveInt
+    """Packed rows in one forward and backward; gradients accumulate over `optimizer.batch_tokens`."""
+    num_workers: Annotated[int, Field(ge=0)]
+    """Loader processes. 0 reads the store in the training process."""
+    threads: PositiveInt | None
+    """CPU threads of torch; null leaves torch's own choice."""
+    env: dict[str, str]
+    """Environment set before the first CUDA or NCCL call, e.g. NCCL_PROTO."""
+
+    def __post_init__(self) -> None:
+        if (self.devices > 1) == (self.strategy == "auto"):
+            raise ValueError(
+                f"hardware.devices={self.devices} contradicts hardware.strategy={self.strategy}: "
+                "use auto for one device, ddp for several"
+            )
+
+
+@dataclass(frozen=True, config=STRICT)
+class Verifier:
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Short name, used in directory names, tables and W&B tags."""
+    path: NonEmpty
+    """A Hugging Face directory, a hub id, a .gguf file, or package:NAME/FILE.gguf inside an installed package."""
+    revision: str | None
+    """Commit or tag on the hub; null is the default branch."""
+    chat_template: str | None
+    """A .jinja file that replaces the tokenizer's chat template; null keeps the stock one."""
+    trust_remote_code: bool
+    """Runs Python code that comes with the weights. Leave false unless you have read that code."""
+    capture_layers: list[int] | None
+    """Three layers k in 1..n-1, each the residual stream after k decoder layers; null is [2, n//2, n-3]."""
+    dtype: Literal["bfloat16", "float32"]
+    """Of the verifier's weights while it answers and while its states are captured."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Server:
+    engine: Literal["inprocess"]
+    """What runs the verifier. `inprocess`: transformers in this process."""
+    python: str | None
+    """Interpreter of an engine with its own environment; inprocess has none."""
+    env: dict[str, Any]
+    """Environment of the engine's processes."""
+    flags: dict[str, Any]
+    """Command-line flags of the engine."""
+
+    def __post_init__(self) -> None:
+        if self.engine == "inprocess" and (self.python or self.env or self.flags):
+            raise ValueError(
+                "server.engine=inprocess runs in this process and takes no server.python, server.env or server.flags"
+            )
+
+
+@dataclass(frozen=True, config=STRICT)
+class Extraction:
+    prompts: NonEmpty
+    """JSONL, ShareGPT-style JSON, parquet, or hf:ORG/NAME. Relative paths start at the working directory."""
+    split: str | None
+    """Split of a Hugging Face dataset."""
+    limit: PositiveInt | None
+    """Read at most so many conversations; null is all."""
+    system_prompt: str | None
+    """Put in front of conversations that have no system message."""
+    responses: Literal["generate", "keep"]
+    """generate: the verifier answers (what a drafter should learn). keep: answers in the data are kept as they are."""
+    max_new_tokens: PositiveInt
+    """Of each generated answer."""
+    temperature: NonNegativeFloat
+    """0 is greedy. Acceptance length is defined on greedy responses only."""
+    top_p: Share
+    """Nucleus of sampling; 1 when greedy."""
+    max_len: Annotated[int, Field(ge=8)]
+    """Longest sample in tokens, and the length of a packed row in training."""
+    concurrency: PositiveInt
+    """Answers generated at once."""
+    capture_tokens: PositiveInt
+    """Tokens in one capturing forward pass."""
+    dtype: Literal["bfloat16", "float32"]
+    """Of the stored hidden states."""
+    shard_mib: Annotated[int, Field(ge=1, le=1024)]
+    """Size of a store shard. After a crash at most one open shard is captured again."""
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0 and self.top_p != 1:
+            raise ValueError(
+                f"extraction.top_p={self.top_p} contradicts extraction.temperature=0: greedy decoding has no nucleus; "
+                "set top_p to 1 or a temperature above 0"
+            )
+        if self.max_new_tokens >= self.max_len:
+            raise ValueError(
+                f"extraction.max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
+                f"extraction.max_len={self.max_len}"
+            )

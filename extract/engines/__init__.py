@@ -1,0 +1,8 @@
+"""Engines that run the verifier, by the name that `server.engine` gives."""
+
+from extract.engines.base import Captured, Engine, EngineError, Generated
+from extract.engines.inprocess import InProcessEngine
+
+__all__ = ["ENGINES", "Captured", "Engine", "EngineError", "Generated", "InProcessEngine"]
+
+ENGINES = {"inprocess": InProcessEngine}

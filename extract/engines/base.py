@@ -1,0 +1,55 @@
+"""What every engine offers: token ids in, hidden states or answers out, in the order of the batch."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+class EngineError(RuntimeError):
+    """The engine failed on this batch; a smaller batch or another try may succeed."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Hidden states of one sequence of T tokens, on the CPU; perhaps views of the whole batch's tensor."""
+
+    aux: Float[Tensor, "T A*H"]
+    """Inputs of the captured layers, side by side in the order of capture_layers."""
+    last: Float[Tensor, "T H"]
+    """After the final norm: what the head reads."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One answer: finish_reason "stop" if it ends its turn, "length" if the limit came first."""
+
+    ids: list[int]
+    finish_reason: str
+
+
+class Engine(Protocol):
+    """Runs the verifier. `name` and `version` go into the store's manifest."""
+
+    name: str
+    version: str
+
+    def capture(self, batch: Sequence[Sequence[int]]) -> list[Captured]:
+        """States of every token of every sequence; EngineError if they are incomplete or not finite."""
+
+    def generate(
+        self,
+        batch: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        stop_ids: Collection[int],
+    ) -> list[Generated]:
+        """One answer to every prompt; temperature 0 is greedy: no randomness, no penalty, no filter."""
+
+    def close(self) -> None:
+        """Frees the model; the engine cannot be used afterwards."""

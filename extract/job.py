@@ -1,0 +1,121 @@
+"""One extraction, opened: verifier, chat, prompts, engine and store manifest, all checked before any work."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from extract.chat import Chat
+from extract.config import Extraction, Hardware, Server, Verifier
+from extract.dialogue import count_turns
+from extract.engines import ENGINES
+from extract.journal import Journal
+from extract.layers import check_capture_layers, default_capture_layers
+from extract.manifest import store_manifest
+from extract.pipeline import LazyEngine, samples_of
+from extract.prompts import Conversation, Skipped, read_conversations
+from extract.respond import Sampling
+from extract.samples import Sample
+from extract.store import bytes_per_token, open_store
+from extract.verifier import VerifierSpec, load_tokenizer, resolve_verifier
+
+
+@dataclass(frozen=True)
+class Job:
+    spec: VerifierSpec
+    tokenizer: PreTrainedTokenizerBase
+    chat: Chat
+    conversations: list[Conversation]
+    skipped: list[Skipped]
+    engine: LazyEngine
+    capture_layers: tuple[int, ...]
+    sampling: Sampling
+    extraction: Extraction
+    store: Path
+    manifest: dict[str, Any]
+
+    @property
+    def keep_given(self) -> bool:
+        return self.extraction.responses == "keep"
+
+    @property
+    def token_bytes(self) -> int:
+        return bytes_per_token(
+            hidden_size=self.spec.hidden_size,
+            num_capture_layers=len(self.capture_layers),
+            dtype=self.extraction.dtype,
+        )
+
+    def journal(self) -> Journal:
+        return Journal(self.store / "responses.jsonl")
+
+    def samples(self, journal: Journal) -> Iterator[Sample | Skipped]:
+        return samples_of(journal, self.conversations, max_len=self.extraction.max_len)
+
+    def outlook(self) -> dict[str, int]:
+        """What is known before anything is generated; `at_most` bytes are left to write."""
+        known = len(self.journal_keys())
+        written = sum(file.stat().st_size for file in (self.store / "shards").glob("*.safetensors"))
+        most = len(self.conversations) * self.extraction.max_len * self.token_bytes
+        return {
+            "conversations": len(self.conversations),
+            "skipped": len(self.skipped),
+            "turns": count_turns(self.conversations, keep_given=self.keep_given),
+            "known": known,
+            "at_most": max(0, most - written),
+        }
+
+    def journal_keys(self) -> list[bytes]:
+        """Finished lines of the journal, without opening it for writing."""
+        path = self.store / "responses.jsonl"
+        return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+    def is_done(self) -> bool:
+        """Whether the store is complete, teacher pass included."""
+        if not (self.store / "manifest.json").exists():
+            return False
+        store = open_store(self.store)
+        return bool(store.manifest["complete"]) and store.has_teacher
+
+
+def open_job(
+    verifier: Verifier, server: Server, extraction: Extraction, hardware: Hardware, store: Path, *,
+    cache_dir: Path, seed: int,
+) -> Job:  # fmt: skip
+    """Reads and checks everything but weights.
+
+    Raises:
+        ValueError: naming file, key or sample, and the remedy.
+    """
+    conversations, skipped = read_conversations(
+        extraction.prompts, split=extraction.split, limit=extraction.limit, system_prompt=extraction.system_prompt
+    )
+    spec = resolve_verifier(
+        verifier.path, name=verifier.name, cache_dir=cache_dir, chat_template=verifier.chat_template,
+        trust_remote_code=verifier.trust_remote_code, revision=verifier.revision,
+    )  # fmt: skip
+    if extraction.max_len > spec.max_position_embeddings:
+        raise ValueError(
+            f"extraction.max_len={extraction.max_len} exceeds the {spec.max_position_embeddings} positions of "
+            f"{spec.name}; lower it"
+        )
+    tokenizer = load_tokenizer(spec)
+    layers = check_capture_layers(
+        verifier.capture_layers or default_capture_layers(spec.num_layers), spec.num_layers
+    )
+    engine_class = ENGINES[server.engine]
+    dtype = getattr(torch, verifier.dtype)
+    engine = LazyEngine(
+        lambda: engine_class(spec, capture_layers=layers, dtype=dtype, device=hardware.accelerator),
+        engine_class.name, engine_class.version,
+    )  # fmt: skip
+    sampling = Sampling(extraction.max_new_tokens, extraction.temperature, extraction.top_p, seed)
+    manifest = store_manifest(
+        spec, extraction, sampling, capture_layers=layers, engine=engine.name, engine_version=engine.version,
+        dtype=verifier.dtype,
+    )  # fmt: skip
+    chat = Chat(tokenizer, spec.end_of_turn_ids, spec.vocab_size)
+    return Job(spec, tokenizer, chat, conversations, skipped, engine, layers, sampling, extraction, store, manifest)

@@ -1,0 +1,157 @@
+"""A stage's run directory: who owns it, what config made it, and how it ended.
+
+    run.json      config, attempts (each with its provenance); written before any work
+    status.json   running, finished or failed, with the reason
+    summary.json  the figures of the closing table
+    .lock         held while a process works here
+
+The directory's name comes from the config, so the same command finds it again: finished work is reused, unfinished
+work goes on, and another config is refused instead of mixed in.
+"""
+
+import fcntl
+import json
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+State = Literal["new", "unfinished", "finished"]
+VOLATILE = ("tracking", "resume", "dry_run", "name", "cache_dir", "drafter_dir")
+"""Settings that may change between two attempts: no result depends on them."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+    state: State
+    """What an earlier attempt left here."""
+    attempt: int
+    """Number of this attempt, from 1."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the figures, then the state: a summary exists before anything calls the run finished."""
+        _write_json(self.path / "summary.json", summary)
+        _write_json(self.path / "status.json", {"status": "finished", "attempt": self.attempt})
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of the finished run."""
+        return json.loads((self.path / "summary.json").read_text())
+
+
+@contextmanager
+def open_run(
+    path: Path,
+    stage: str,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    provenance: Mapping[str, Any],
+    *,
+    intact: bool = True,
+) -> Iterator[RunDir]:
+    """Owns `path` for one attempt. An exception marks the run as failed, leaves traceback.txt there, and goes on.
+
+    `inputs` are fingerprints of what the stage reads (a store, a drafter): they must not change between attempts.
+    `intact` says whether what a finished run made elsewhere is still there; if not, the run is unfinished again.
+
+    Raises:
+        ValueError: another process works here, or `path` was made by another config or from other inputs.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with _locked(path):
+        run = _claim(path, {"stage": stage, "config": config, "inputs": dict(inputs)}, provenance, intact)
+        try:
+            yield run
+        except BaseException as error:
+            if run.state != "finished":
+                reason = f"{type(error).__name__}: {error}"
+                _write_json(path / "status.json", {"status": "failed", "attempt": run.attempt, "reason": reason})
+                (path / "traceback.txt").write_text(traceback.format_exc())
+            raise
+
+
+def saved_config(path: Path) -> dict[str, Any]:
+    """The config that made a run directory.
+
+    Raises:
+        ValueError: `path` is no run directory.
+    """
+    try:
+        return json.loads((path / "run.json").read_text())["config"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path.resolve()} is no run directory: {error}") from error
+
+
+def _claim(path: Path, record: dict[str, Any], provenance: Mapping[str, Any], intact: bool) -> RunDir:
+    record["attempts"] = []
+    state: State = "new"
+    (path / "traceback.txt").unlink(missing_ok=True)
+    if (path / "run.json").exists():
+        old = json.loads((path / "run.json").read_text())
+        _refuse_other(path, old, record)
+        record["attempts"] = old["attempts"]
+        state = "finished" if intact and _is_finished(path) else "unfinished"
+    attempt = len(record["attempts"]) + 1
+    if state == "finished":
+        return RunDir(path, state, attempt)
+    record["attempts"].append(provenance)
+    _write_json(path / "run.json", record)
+    _write_json(path / "status.json", {"status": "running", "attempt": attempt})
+    return RunDir(path, state, attempt)
+
+
+def _is_finished(path: Path) -> bool:
+    status = path / "status.json"
+    return status.exists() and json.loads(status.read_text())["status"] == "finished"
+
+
+def _refuse_other(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    before, after = _flat(old["config"]), _flat(new["config"])
+    before |= {f"input {key}": value for key, value in old["inputs"].items()}
+    after |= {f"input {key}": value for key, value in new["inputs"].items()}
+    changed = [
+        f"  {key}: {before.get(key, 'absent')} there, {after.get(key, 'absent')} now"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key.split(".")[0] not in VOLATILE
+    ]
+    if old["stage"] != new["stage"]:
+        changed.insert(0, f"  stage: {old['stage']} there, {new['stage']} now")
+    if changed:
+        raise ValueError(
+            f"{path} belongs to another run:\n" + "\n".join(changed) + "\n"
+            "Remove that directory, or choose another with hydra.run.dir=DIR (or another name=NAME)."
+        )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[str]]:
+    with (path / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is working in {path}; wait for it, or choose another directory with hydra.run.dir=DIR"
+            ) from None
+        yield file
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        json.dump(content, file, indent=2, sort_keys=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,66 @@
+"""Second stage: a store of hidden states → an EAGLE-3 drafter.
+
+    python train.py                                     the quickstart, on the store of extract.py
+    python train.py -m optimizer.lr=3e-4,1e-3           a sweep, with a table at the end
+    python train.py resume=RUN_DIR                      go on with an interrupted run, from its saved config
+    python train.py drafter.init_from=DRAFTER_DIR       warm start
+"""
+
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from eagle3.app import command, is_sweep, launch, run_log, tracked_run
+from eagle3.charts import draw
+from eagle3.checkpoints import checkpoints
+from eagle3.config import Config, from_values
+from eagle3.fit import fit
+from eagle3.outcome import show_summary, summary_of
+from eagle3.plan import TrainingPlan, plan_training, show_plan
+from eagle3.record import declared
+
+from eagle3.runlog import check_wandb_ready
+from extract.rundir import RunDir, saved_config
+
+
+def train(config: Config, run_dir: Path) -> float | None:
+    if config.resume:
+        run_dir = Path(config.resume)
+        config = from_values(saved_config(run_dir))
+    check_wandb_ready(config.tracking.mode)
+    if config.hardware.devices > 1 and is_sweep():
+        raise ValueError("a sweep (-m) trains on one device a job; set hardware.devices=1 or launch single runs")
+    plan = plan_training(config)
+    show_plan(plan)
+    if config.dry_run:
+        return None
+    with tracked_run(config, run_dir, "train", {"store": plan.store_sha256}) as run:
+        reused = run.state == "finished"
+        if not reused:
+            run.finish(work(config, plan, run))
+        summary = run.summary()
+        show_summary(summary, reused=reused, next_command=command("evaluate.py"))
+        return summary["accept_len"]
+
+
+def work(config: Config, plan: TrainingPlan, run: RunDir) -> dict[str, object]:
+    """Train from the last whole checkpoint to the end, then draw the charts."""
+    found = checkpoints(run.path)
+    start = found[-1] if found else None
+    done = start.step if start else 0
+    with run_log(config, run, "train", declared(config.drafter.ttt_steps), resumed_from_step=done) as runlog:
+        if done < plan.schedule.total_steps:
+            fit(plan, runlog, run.path, start, rank=0)
+        tracked = runlog.where()
+    charts = draw([run.path], run.path / "charts")
+    return summary_of(plan, checkpoints(run.path)[-1], run.path, charts, tracked)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(raw: DictConfig) -> float | None:
+    return launch(raw, train)
+
+
+if __name__ == "__main__":
+    main()
