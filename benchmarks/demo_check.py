@@ -1,6 +1,6 @@
 """Does the drafter of `make demo` use what it was given? It must beat two controls on the texts of its evaluation:
 
-    python benchmarks/demo_check.py [the overrides of the evaluation]
+    python -m benchmarks.demo_check [the overrides of the evaluation]
 
 (a) a bigram table of the same training tokens, (b) the same drafter trained on states permuted across positions.
 Both are made here; (b) is trained by train.py itself. Exit 1 if a 95 % interval of the difference touches 0.
@@ -18,20 +18,19 @@ from omegaconf import DictConfig
 from rich import box, get_console
 from rich.table import Table
 
+from eagle3.app import launch
+from eagle3.config import Config
+from eagle3.controls import Compared, bigram_table, compare, control_counts
+from eagle3.export import load_drafter
+from eagle3.permuted import permuted_store
+from eagle3.report import read_texts
+from eagle3.rows import split_conversations
+from extract.job import open_verifier
+from extract.progress import Progress
+from extract.store import open_store
+from extract.verifier import load_model
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # run as a file, Python sees only this directory
-
-from eagle3.app import launch  # noqa: E402
-from eagle3.config import Config  # noqa: E402
-from eagle3.controls import Compared, bigram_table, compare, control_counts  # noqa: E402
-from eagle3.export import load_drafter  # noqa: E402
-from eagle3.permuted import permuted_store  # noqa: E402
-from eagle3.report import read_texts  # noqa: E402
-from eagle3.rows import split_conversations  # noqa: E402
-from extract.progress import Progress  # noqa: E402
-from extract.store import open_store  # noqa: E402
-from extract.verifier import load_model, resolve_verifier  # noqa: E402
-
 FIGURES = "demo_check.json"
 
 
@@ -39,14 +38,7 @@ def check(config: Config, run_dir: Path) -> None:
     results = read_texts(run_dir)
     work = run_dir / "controls"
     drafter_dir = train_permuted(config, work)
-    spec = resolve_verifier(
-        config.verifier.path,
-        name=config.verifier.name,
-        cache_dir=Path(config.cache_dir),
-        chat_template=config.verifier.chat_template,
-        trust_remote_code=config.verifier.trust_remote_code,
-        revision=config.verifier.revision,
-    )
+    spec = open_verifier(config.verifier, Path(config.cache_dir))
     store = open_store(Path(config.store))
     train_refs, _ = split_conversations(store.samples, config.data.val_fraction, config.seed)
     table = bigram_table(store, train_refs, spec.vocab_size)

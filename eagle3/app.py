@@ -34,7 +34,7 @@ def launch(raw: DictConfig, stage: Stage) -> float | None:
     hydra = HydraConfig.get()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        config = typed(raw)
+        config = typed(raw, hydra.runtime.choices)
         _prepare_machine(config.hardware)
         return stage(config, Path(hydra.runtime.output_dir))
     except ValueError as error:

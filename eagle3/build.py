@@ -35,7 +35,7 @@ def open_checked(path: Path, spec: VerifierSpec) -> Store:
     Raises:
         ValueError: naming what differs, or the stage that is not finished.
     """
-    store = open_store(path, need_teacher=True)
+    store = open_store(path, need_teacher=True, need_complete=True)
     made_with = store.manifest["verifier"]
     if made_with["sha256"] != spec.sha256:
         raise ValueError(
@@ -46,7 +46,6 @@ def open_checked(path: Path, spec: VerifierSpec) -> Store:
 
 
 def prepare_data(
-    path: Path,
     store: Store,
     vocab: DraftVocab | None,
     *,
@@ -67,7 +66,7 @@ def prepare_data(
     else:
         vocab = replace(vocab, coverage=vocab.covered(counts))
     train, val = (
-        PackedStore(path, plan_rows(store, refs, row_tokens, overlong=overlong)) for refs in (train_refs, val_refs)
+        PackedStore(store, plan_rows(store, refs, row_tokens, overlong=overlong)) for refs in (train_refs, val_refs)
     )
     of_train, of_val = (count_rows(split, row_counts, vocab.t2d, ttt_steps) for split in (train, val))
     return TrainingData(train, val, of_train, of_val, vocab)

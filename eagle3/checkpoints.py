@@ -47,6 +47,8 @@ def checkpoints(run_dir: Path) -> list[Checkpoint]:
     """The whole checkpoints of a run by rising step; others are named in a warning and passed over."""
     found = []
     for path in sorted((run_dir / "checkpoints").glob("step-*")):
+        if path.suffix == ".tmp":
+            continue  # a kill while saving left it; even if its files are whole, nothing refers to it
         fault = _fault(path)
         if fault:
             log.warning("%s is no whole checkpoint (%s) and is passed over", path, fault)

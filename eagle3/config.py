@@ -6,20 +6,34 @@ the same config has trained. `typed()` is the first statement of every script; n
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from extract.config import STRICT, Extraction, Hardware, NonEmpty, Server, Share, Verifier
+from extract.config import (
+    STRICT,
+    Extraction,
+    Float,
+    Hardware,
+    Int,
+    NonEmpty,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Server,
+    Share,
+    Verifier,
+)
 
 
 @dataclass(frozen=True, config=STRICT)
 class Drafter:
-    ttt_steps: Annotated[int, Field(ge=1, le=16)]
+    ttt_steps: Annotated[Int, Field(ge=1, le=16)]
     """K, draft steps unrolled in training (training-time test)."""
     step_decay: Share
     """Weight of step k in the loss is step_decay ** k."""
@@ -51,13 +65,13 @@ class Drafter:
 class Optimizer:
     lr: PositiveFloat
     """Peak learning rate of AdamW."""
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+    betas: Annotated[list[Annotated[Float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
     eps: PositiveFloat
     weight_decay: NonNegativeFloat
     """On matrices only, never on norms."""
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)]
+    warmup_ratio: Annotated[Float, Field(ge=0, lt=1)]
     """Share of all optimizer steps in which the rate rises linearly."""
-    floor_ratio: Annotated[float, Field(ge=0, le=1)]
+    floor_ratio: Annotated[Float, Field(ge=0, le=1)]
     """The cosine ends at lr * floor_ratio."""
     clip_norm: PositiveFloat
     """Global gradient norm above which gradients are scaled down."""
@@ -70,7 +84,7 @@ class Optimizer:
 class Data:
     overlong: Literal["split", "cut"]
     """Samples longer than extraction.max_len: split into pieces, or cut to the first."""
-    val_fraction: Annotated[float, Field(gt=0, lt=1)]
+    val_fraction: Annotated[Float, Field(gt=0, lt=1)]
     """Share of conversations held out for validation, at least one."""
     val_every_steps: PositiveInt | None
     """Validate, and save a checkpoint, every so many optimizer steps; null is once an epoch."""
@@ -118,7 +132,7 @@ class Config:
     """Drafter that evaluate.py decodes with; by default the one that train.py makes of this very config."""
     cache_dir: NonEmpty
     """Converted verifiers (a GGUF is dequantised once)."""
-    seed: Annotated[int, Field(ge=0)]
+    seed: Annotated[Int, Field(ge=0)]
     resume: str | None
     """Run directory of train.py to continue, with the config saved there."""
     dry_run: bool
@@ -148,15 +162,15 @@ class ConfigError(ValueError):
     """Settings that cannot be used, each named with its key."""
 
 
-def typed(raw: DictConfig) -> Config:
-    """Hydra's config as frozen dataclasses.
+def typed(raw: DictConfig, choices: Mapping[str, str] | None = None) -> Config:
+    """Hydra's config as frozen dataclasses; `choices` are the options of its groups, for messages.
 
     Raises:
         ConfigError: naming every key that is unset, unresolvable, unknown, of the wrong type or out of range, or
             two settings that contradict each other.
     """
     problems: list[str] = []
-    values = _plain(raw, "", problems)
+    values = _plain(raw, "", problems, choices or {})
     if problems:
         raise ConfigError("\n".join(problems))
     return from_values(values)
@@ -174,12 +188,10 @@ def from_values(values: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
 
 
-def _plain(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:
+def _plain(node: DictConfig | ListConfig, prefix: str, problems: list[str], choices: Mapping[str, str]) -> Any:
     """Plain containers with interpolations resolved; what cannot be resolved is collected under its full key."""
-    if isinstance(node, ListConfig):
-        return OmegaConf.to_container(node, resolve=True)
-    out: dict[str, Any] = {}
-    for key in node:
+    out: dict[Any, Any] = {}
+    for key in range(len(node)) if isinstance(node, ListConfig) else node:
         full = f"{prefix}{key}"
         if OmegaConf.is_missing(node, key):
             problems.append(f"{full} is not set; give it on the command line: {full}=VALUE")
@@ -187,11 +199,17 @@ def _plain(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> A
         try:
             value = node[key]
         except OmegaConfBaseException as error:
-            problems.append(f"{full} cannot be resolved: {str(error).splitlines()[0]}")
+            problems.append(f"{full} cannot be resolved: {str(error).splitlines()[0]}{_place(full, choices)}")
             continue
         nested = isinstance(value, DictConfig | ListConfig)
-        out[str(key)] = _plain(value, f"{full}.", problems) if nested else value
-    return out
+        out[key] = _plain(value, f"{full}.", problems, choices) if nested else value
+    return list(out.values()) if isinstance(node, ListConfig) else {str(key): value for key, value in out.items()}
+
+
+def _place(key: str, choices: Mapping[str, str]) -> str:
+    """Where the value of a key was chosen, if not on the command line."""
+    group = key.split(".")[0]
+    return f"; see conf/{group}/{choices[group]}.yaml and the command line" if group in choices else ""
 
 
 def _explain(error: Any) -> str:

@@ -8,7 +8,7 @@ Legend: L tokens fed, H hidden, A captured layers, V vocabulary, K drafts a roun
 
 import inspect
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -96,7 +96,7 @@ class Verifier:
         if tokens:
             self._cache.crop(-tokens)
 
-    def _catch(self, k: int):
+    def _catch(self, k: int) -> Callable[[nn.Module, tuple, dict], None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             self._caught[k] = args[0] if args else kwargs["hidden_states"]
 

@@ -111,14 +111,16 @@ class Eagle3Drafter(nn.Module):
 
     def fuse(self, aux: Float[Tensor, "*n AH"]) -> Float[Tensor, "*n H"]:
         """h0: the captured layers, each normed first if `fc_norm`, brought to one hidden state."""
+        aux = aux.to(self.fc.weight.dtype)
         if self.shape.fc_norm:
             layers = aux.chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([norm(x) for norm, x in zip(self.fc_norm, layers, strict=True)], dim=-1)
-        return self.fc(aux)
+        # The residual stream stays in the weights' precision; under autocast only matrix products are narrower.
+        return self.fc(aux).to(self.fc.weight.dtype)
 
     def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
         """The embedding half of the attention's input. It depends on the token alone, never on the step."""
-        return self.midlayer.input_layernorm(F.embedding(tokens, self.embedding).float())
+        return self.midlayer.input_layernorm(F.embedding(tokens, self.embedding).to(self.fc.weight.dtype))
 
     def query(self, e: Float[Tensor, "n H"], h: Float[Tensor, "n H"]) -> Float[Tensor, "n heads hd"]:
         """Unrotated queries of rows with normed embedding `e` and un-normed state `h`."""
@@ -137,11 +139,11 @@ class Eagle3Drafter(nn.Module):
     def rotate(
         self, x: Float[Tensor, "n heads hd"], position: Int[Tensor, "n"]
     ) -> Float[Tensor, "n heads hd"]:
-        """RoPE at absolute positions, computed in float32."""
-        cos, sin = self.rotary(x.float(), position[None])
+        """RoPE at absolute positions, computed in float32 at least."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        cos, sin = self.rotary(wide, position[None])
         cos, sin = cos[0, :, None], sin[0, :, None]
-        x32 = x.float()
-        return (x32 * cos + rotate_half(x32) * sin).to(x.dtype)
+        return (wide * cos + rotate_half(wide) * sin).to(x.dtype)
 
     def finish(self, h: Float[Tensor, "n H"], attended: Float[Tensor, "n width"]) -> Float[Tensor, "n H"]:
         """The rest of the layer after attention: output projection, residual on the un-normed state, MLP."""

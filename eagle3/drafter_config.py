@@ -112,7 +112,11 @@ def shape_of(config: dict[str, Any], file: Path) -> DrafterShape:
             raise ValueError(f"{file}: {key} is set; that network is not this program's and would draft something else")
     if not nested.get("use_aux_hidden_state", True):
         raise ValueError(f"{file}: use_aux_hidden_state is false; that is no EAGLE-3 drafter")
-    sizes = {name: _positive(config, key, file) for key, name in SIZES.items()}
+    sizes: dict[str, Any] = {name: _positive(config, key, file) for key, name in SIZES.items()}
+    if sizes["draft_vocab_size"] > sizes["vocab_size"]:
+        raise ValueError(
+            f"{file}: draft_vocab_size {sizes['draft_vocab_size']} exceeds vocab_size {sizes['vocab_size']}"
+        )
     eps = config.get("rms_norm_eps")
     if not isinstance(eps, float | int):
         raise ValueError(f"{file}: rms_norm_eps is {eps!r}, must be a number")

@@ -108,11 +108,13 @@ class _Decoder:
         self.model, self.drafter, self.settings = model, drafter, settings
 
     def plain_batch(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        limits = {
-            "max_new_tokens": self.settings.max_new_tokens,
-            "end_of_turn_ids": self.settings.end_of_turn_ids,
-        }
-        return plain_greedy(self.model, [p.ids for p in prompts], **limits)
+        settings = self.settings
+        return plain_greedy(
+            self.model,
+            [p.ids for p in prompts],
+            max_new_tokens=settings.max_new_tokens,
+            end_of_turn_ids=settings.end_of_turn_ids,
+        )
 
     def prompt(self, prompt: Prompt, truth: Sequence[int], *, timed: bool) -> PromptResult:
         """Decodes, compares with plain greedy decoding, replays, and compares the counts."""

@@ -154,19 +154,12 @@ def _read_weights(file: Path, shape: DrafterShape, dtype: str) -> dict[str, Tens
 
 
 def _expected(shape: DrafterShape, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size, None)
+    _ = vocab.d2t, vocab.t2d  # computed before the meta device is on, where there are no values
     with torch.device("meta"):
-        vocab = DraftVocabShape(shape.draft_vocab_size, shape.vocab_size)
-        model = Eagle3Drafter(shape, vocab, torch.empty(shape.vocab_size, shape.hidden_size))  # type: ignore[arg-type]
+        model = Eagle3Drafter(shape, vocab, torch.empty(shape.vocab_size, shape.hidden_size))
     codes = {torch.int64: "I64", torch.bool: "BOOL", torch.float32: dtype}
     return {name: (tuple(t.shape), codes[t.dtype]) for name, t in model.state_dict().items()}
-
-
-class DraftVocabShape:
-    """Stands in for a DraftVocab where only the sizes of its maps are wanted."""
-
-    def __init__(self, draft_vocab_size: int, vocab_size: int):
-        self.d2t = torch.empty(draft_vocab_size, dtype=torch.int64)
-        self.t2d = torch.empty(vocab_size, dtype=torch.bool)
 
 
 def _faults(found: dict[str, tuple], expected: dict[str, tuple]) -> Iterable[str]:

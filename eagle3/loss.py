@@ -23,9 +23,9 @@ def soft_cross_entropy(
     logits: Float[Tensor, "P D"], teacher: Float[Tensor, "P D"], weight: Float[Tensor, "P"]
 ) -> tuple[Float[Tensor, "P"], Float[Tensor, "P D"]]:
     """-sum_v teacher_v log softmax(logits)_v for each row, and weight times its gradient. Source: EAGLE-3, section 3."""
-    log_draft = logits.log_softmax(-1)
-    row_loss = -(teacher * log_draft).sum(-1)
-    gradient = (log_draft.exp() - teacher) * weight[:, None]
+    log_z = logits.logsumexp(-1)
+    row_loss = log_z - torch.linalg.vecdot(teacher, logits)
+    gradient = (logits - log_z[:, None]).exp_().sub_(teacher).mul_(weight[:, None])
     return row_loss, gradient
 
 
@@ -111,13 +111,13 @@ class _ChunkedHead(torch.autograd.Function):
         for begin in range(0, len(hidden), chunk_pairs):
             chunk = slice(begin, begin + chunk_pairs)
             student_in = hidden[chunk].to(head.dtype)
-            logits = (student_in @ head.T).float()
-            in_draft, in_full = _teacher_probabilities(teacher, teacher_head, speaks_at[chunk])
+            logits = _at_least_float32(student_in @ head.T)
+            in_draft, mass = _teacher_probabilities(teacher, teacher_head, speaks_at[chunk])
             row_loss, gradient = row_loss_of(logits, in_draft, weight[chunk])
             total += (row_loss * weight[chunk]).sum()
             losses.append(row_loss)
             drafts.append(logits.argmax(-1))
-            alphas.append(torch.minimum(in_full, logits.softmax(-1)).sum(-1))
+            alphas.append(torch.minimum(in_draft.mul_(mass[:, None]), logits.softmax(-1)).sum(-1))
             if grad_hidden is not None and grad_head is not None:
                 gradient = gradient.to(head.dtype)
                 grad_hidden[chunk] = gradient @ head
@@ -135,13 +135,16 @@ class _ChunkedHead(torch.autograd.Function):
 
 def _teacher_probabilities(
     teacher: Teacher, head: Float[Tensor, "D H"], speaks_at: Int[Tensor, "P"]
-) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
-    """The verifier's distribution at each pair: renormalised over the draft vocabulary, and as part of the full one."""
+) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P"]]:
+    """The verifier at each pair: its distribution over the draft vocabulary, and how much of its whole mass that is."""
     positions, back = speaks_at.unique_consecutive(return_inverse=True)
-    logits = (teacher.last[positions].to(head.dtype) @ head.T).float()
-    in_draft = logits.softmax(-1)
-    in_full = (logits - teacher.lse[positions, None]).exp()
-    return in_draft[back], in_full[back]
+    logits = _at_least_float32(teacher.last[positions].to(head.dtype) @ head.T)
+    mass = (logits.logsumexp(-1) - teacher.lse[positions]).exp()
+    return logits.softmax(-1)[back], mass[back]
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

@@ -55,6 +55,8 @@ class DrafterModule(pl.LightningModule):
         visits = torch.zeros(1 + recipe.ttt_steps, dtype=torch.float64)
         self.register_buffer("val_visits", visits, persistent=False)
         self.grad_norm = float("nan")
+        self.step = 0
+        """Optimizer step of the whole run, as the sampler counts it; Lightning's own counter restarts on resume."""
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(SUMS), self.recipe.ttt_steps, dtype=torch.float64)
@@ -83,6 +85,7 @@ class DrafterModule(pl.LightningModule):
         return plan.supervised * weight.float()[:, None]
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.step = batch["step"]
         seeds = [_noise_seed(self.recipe.seed, batch["step"], row) for row in batch["rows"].tolist()]
         plan, out = self(batch, add_noise(batch["aux"], self.recipe.noise_std, seeds))
         self.train_sums += step_sums(out, self.drafter.target_ids(out.draft), plan)
@@ -119,7 +122,7 @@ class DrafterModule(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The rate is a function of the optimizer step alone: nothing to save, nothing to get out of step."""
         for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate(self.global_step)
+            group["lr"] = self.learning_rate(self.step)
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         """Clips to the global norm, and keeps it for the run log."""

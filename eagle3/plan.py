@@ -23,9 +23,10 @@ from eagle3.drafter import Eagle3Drafter
 from eagle3.drafter_config import Origin
 from eagle3.module import Recipe
 from eagle3.sampler import StepSampler
+from extract.job import open_verifier
 from extract.progress import closing_table
 from extract.store import Store
-from extract.verifier import VerifierSpec, load_embedding, load_head, load_tokenizer, resolve_verifier
+from extract.verifier import VerifierSpec, load_embedding, load_head, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,13 @@ def plan_training(config: Config) -> TrainingPlan:
     Raises:
         ValueError: naming the file, key or sample, and the remedy.
     """
-    v = config.verifier
-    spec = resolve_verifier(
-        v.path, name=v.name, cache_dir=Path(config.cache_dir), chat_template=v.chat_template,
-        trust_remote_code=v.trust_remote_code, revision=v.revision,
-    )  # fmt: skip
+    spec = open_verifier(config.verifier, Path(config.cache_dir))
     store = open_checked(Path(config.store), spec)
     shape = shape_of(config.drafter, spec, tuple(store.manifest["capture_layers"]))
     init_from = Path(config.drafter.init_from) if config.drafter.init_from else None
     special = load_tokenizer(spec).all_special_ids
     data = prepare_data(
-        Path(config.store), store, warm_start_vocab(init_from, shape) if init_from else None,
+        store, warm_start_vocab(init_from, shape) if init_from else None,
         draft_vocab_size=shape.draft_vocab_size, vocab_size=spec.vocab_size,
         always=always_drafted(special, spec.end_of_turn_ids, spec.vocab_size),
         row_tokens=config.extraction.max_len, overlong=config.data.overlong,

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from extract.chat import Chat, ChatError
 from extract.dialogue import Dialogue
@@ -23,6 +23,7 @@ class Prompt:
         return f"{self.id} turn {self.turn}" if self.turn else self.id
 
 
+@runtime_checkable
 class Questions(Protocol):
     """Where prompts come from. Every prompt of a round is answered before the next round is asked for."""
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from eagle3.bootstrap import Interval, pooled
 from eagle3.drafter_config import Origin
+from extract.progress import closing_table
 from extract.store_format import replace_file
 from extract.verifier import VerifierSpec
 
@@ -207,6 +209,13 @@ def warn_of(report: Report, origin: Origin | None, spec: VerifierSpec) -> list[s
     for warning in warnings:
         log.warning("%s", warning)
     return warnings
+
+
+def show_report(summary: dict[str, Any], *, reused: bool) -> None:
+    """The closing table, from what summary.json holds."""
+    rows = [("drafter", summary["drafter_dir"]), *((name, value) for name, value in summary["table"])]
+    rows += [("WARNING", warning) for warning in summary["warnings"]]
+    closing_table("Evaluated" + (" (reused)" if reused else ""), rows, "make demo-check")
 
 
 def _strangers(origin: Origin, spec: VerifierSpec) -> list[str]:

@@ -101,10 +101,11 @@ def attend(
 
     padded = query.new_zeros(batch, slots, *query.shape[1:])
     padded[where.packed_row, where.slot] = query
-    scores = torch.einsum("bsgmd,btgd->bgmst", padded, key0.to(query.dtype)).float()
+    scores = torch.einsum("bsgmd,btgd->bgmst", padded, key0.to(query.dtype))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores.masked_fill(~where.visible[:, None, None], float("-inf"))
     scores = scores.permute(0, 3, 1, 2, 4)[where.packed_row, where.slot]  # R kv group T
-    own = [torch.einsum("rgmd,rgd->rgm", query, key.to(query.dtype)).float() for key in own_keys]
+    own = [torch.einsum("rgmd,rgd->rgm", query, key.to(query.dtype)).to(scores.dtype) for key in own_keys]
     weights = torch.cat([scores, *(score[..., None] for score in own)], dim=-1).softmax(dim=-1)
 
     tokens = value0.shape[1]

@@ -6,11 +6,25 @@ error. Each field is documented where it is declared, and its range is part of i
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-Share = Annotated[float, Field(gt=0, le=1)]
+
+def _no_bool(value: Any) -> Any:
+    """Python counts True as 1; a setting does not."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("bool_for_number", "Input should be a number")
+    return value
+
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Float = Annotated[float, BeforeValidator(_no_bool)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
+Share = Annotated[Float, Field(gt=0, le=1)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 
@@ -26,7 +40,7 @@ class Hardware:
     """Matrix products of the drafter's training. Weights and optimizer state are float32 either way."""
     micro_rows: PositiveInt
     """Packed rows in one forward and backward; gradients accumulate over `optimizer.batch_tokens`."""
-    num_workers: Annotated[int, Field(ge=0)]
+    num_workers: Annotated[Int, Field(ge=0)]
     """Loader processes. 0 reads the store in the training process."""
     threads: PositiveInt | None
     """CPU threads of torch; null leaves torch's own choice."""
@@ -53,7 +67,7 @@ class Verifier:
     """A .jinja file that replaces the tokenizer's chat template; null keeps the stock one."""
     trust_remote_code: bool
     """Runs Python code that comes with the weights. Leave false unless you have read that code."""
-    capture_layers: list[int] | None
+    capture_layers: list[Int] | None
     """Three layers k in 1..n-1, each the residual stream after k decoder layers; null is [2, n//2, n-3]."""
     dtype: Literal["bfloat16", "float32"]
     """Of the verifier's weights while it answers and while its states are captured."""
@@ -95,7 +109,7 @@ class Extraction:
     """0 is greedy. Acceptance length is defined on greedy responses only."""
     top_p: Share
     """Nucleus of sampling; 1 when greedy."""
-    max_len: Annotated[int, Field(ge=8)]
+    max_len: Annotated[Int, Field(ge=8)]
     """Longest sample in tokens, and the length of a packed row in training."""
     concurrency: PositiveInt
     """Answers generated at once."""
@@ -103,7 +117,7 @@ class Extraction:
     """Tokens in one capturing forward pass."""
     dtype: Literal["bfloat16", "float32"]
     """Of the stored hidden states."""
-    shard_mib: Annotated[int, Field(ge=1, le=1024)]
+    shard_mib: Annotated[Int, Field(ge=1, le=1024)]
     """Size of a store shard. After a crash at most one open shard is captured again."""
 
     def __post_init__(self) -> None:

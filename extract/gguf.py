@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -68,7 +69,7 @@ def _write_directory(gguf: Path, directory: Path) -> None:
     folder, name = str(gguf.parent), gguf.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,
             dtype=torch.bfloat16,
@@ -78,6 +79,7 @@ def _write_directory(gguf: Path, directory: Path) -> None:
         )
     except (ValueError, OSError, KeyError, NotImplementedError, IndexError) as error:
         raise ValueError(f"{gguf}: transformers cannot read this GGUF file: {error}") from error
+    model, loading = loaded
     if loading["missing_keys"] or loading["mismatched_keys"]:
         raise ValueError(
             f"{gguf}: tensors are missing ({sorted(loading['missing_keys'])}) or misshapen "

@@ -81,6 +81,14 @@ class Job:
         return bool(store.manifest["complete"]) and store.has_teacher
 
 
+def open_verifier(verifier: Verifier, cache_dir: Path) -> VerifierSpec:
+    """The verifier that the config names, without its weights."""
+    return resolve_verifier(
+        verifier.path, name=verifier.name, cache_dir=cache_dir, chat_template=verifier.chat_template,
+        trust_remote_code=verifier.trust_remote_code, revision=verifier.revision,
+    )  # fmt: skip
+
+
 def open_job(
     verifier: Verifier, server: Server, extraction: Extraction, hardware: Hardware, store: Path, *,
     cache_dir: Path, seed: int,
@@ -93,10 +101,7 @@ def open_job(
     conversations, skipped = read_conversations(
         extraction.prompts, split=extraction.split, limit=extraction.limit, system_prompt=extraction.system_prompt
     )
-    spec = resolve_verifier(
-        verifier.path, name=verifier.name, cache_dir=cache_dir, chat_template=verifier.chat_template,
-        trust_remote_code=verifier.trust_remote_code, revision=verifier.revision,
-    )  # fmt: skip
+    spec = open_verifier(verifier, cache_dir)
     if extraction.max_len > spec.max_position_embeddings:
         raise ValueError(
             f"extraction.max_len={extraction.max_len} exceeds the {spec.max_position_embeddings} positions of "

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Journal:
         """Releases the lock."""
         self._file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Journal":
         return self
 
     def __exit__(

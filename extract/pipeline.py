@@ -170,17 +170,20 @@ def capture_all(
     patience = Patience()
     with Progress("capture", total_tokens, unit="tokens") as progress:
         for window in _windows(samples):
-            present = [s for s in window if s.id in writer.done or s.id in writer.quarantined]
+            present = {s.id for s in window if s.id in writer.done or s.id in writer.quarantined}
             reused += len(present)
-            progress.advance(sum(len(s.input_ids) for s in present))
-            gone = {s.id for s in present}
-            missing = [s for s in window if s.id not in gone]
-            for batch in _batches(missing, batch_tokens):
+            progress.advance(sum(len(s.input_ids) for s in window if s.id in present))
+            for batch in _batches(window, batch_tokens):
+                missing = [sample for sample in batch if sample.id not in present]
+                if not missing:
+                    continue
+                # A batch that a crash cut is run whole again: states depend, in the last bits, on the batch's shape.
                 results = patience.run(engine.capture, [sample.input_ids for sample in batch])
                 for sample, states in zip(batch, results, strict=True):
-                    _store(writer, sample, states, dtype)
-                count = sum(len(sample.input_ids) for sample in batch)
-                captured, tokens = captured + len(batch), tokens + count
+                    if sample.id not in present:
+                        _store(writer, sample, states, dtype)
+                count = sum(len(sample.input_ids) for sample in missing)
+                captured, tokens = captured + len(missing), tokens + count
                 progress.advance(count)
         writer.flush()
     return StageFigures(captured, tokens, reused, time.monotonic() - began)
@@ -203,7 +206,7 @@ def _windows(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield window
 
 
-def _batches(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
+def batches(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
     """Sequences of like length, the longest first, at most `batch_tokens` with their padding (or one sequence)."""
     batch: list[Sample] = []
     for sample in sorted(samples, key=lambda s: (-len(s.input_ids), s.id)):

@@ -38,7 +38,7 @@ class Patience:
     ) -> list[Result | Failure]:
         """One result or Failure for each request, in the order of the batch."""
         try:
-            results = _call(call, batch)
+            results: list[Result | Failure] = [*_call(call, batch)]
         except EngineError as error:
             log.warning("a batch of %d failed and is repeated one by one: %s", len(batch), error)
             return [self._alone(call, request) for request in batch]

@@ -33,8 +33,8 @@ from extract.store_tensors import write_tensors
 
 log = logging.getLogger(__name__)
 
-VOCAB_BLOCK = 32_768
-"""Vocabulary rows multiplied at once, so that logits take chunk_tokens x 32,768 numbers at most."""
+VOCAB_BLOCK = 8_192
+"""Vocabulary rows multiplied at once, so that logits take chunk_tokens x 8,192 numbers at most."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def teacher_pass(
     """Compute top1 and lse of every token of a store; the events add up to its tokens.
 
     The product is computed in the head's dtype, as the verifier itself does, the log-sum-exp in float32.
-    Memory: the head, chunk_tokens rows of `last`, and chunk_tokens x 32,768 logits. Shards that an earlier
+    Memory: the head, chunk_tokens rows of `last`, and chunk_tokens x 8,192 logits. Shards that an earlier
     run finished with the same head are kept. ValueError if the head does not fit the store, StoreFull if the
     disk is full.
     """
@@ -115,11 +115,14 @@ def teach(
     lse = best.clone()
     for first in range(0, head.shape[0], VOCAB_BLOCK):
         logits = (last @ head[first : first + VOCAB_BLOCK].T).float()
-        block_best, block_top1 = logits.max(dim=1)
-        higher = block_best > best
+        block_top1 = logits.argmax(dim=1)
+        block_best = logits.gather(1, block_top1[:, None])
+        # In place: on the CPU a fresh buffer of this size costs more than the exp itself.
+        block_lse = logits.sub_(block_best).exp_().sum(dim=1).log_().add_(block_best[:, 0])
+        higher = block_best[:, 0] > best
         top1 = torch.where(higher, block_top1 + first, top1)
-        best = torch.where(higher, block_best, best)
-        lse = torch.logaddexp(lse, logits.logsumexp(dim=1))
+        best = torch.where(higher, block_best[:, 0], best)
+        lse = torch.logaddexp(lse, block_lse)
     return top1.int(), lse
 
 

@@ -4,6 +4,7 @@ import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -35,8 +36,9 @@ TOKENIZER_FILES = (
     "vocab.*",
     "merges.txt",
     "*.tiktoken",
+    "*.model",
+    "tiktoken*",
 )
-TOKENIZER_FILES += ("*.model", "tiktoken*")
 
 LAYER_LISTS = ("layers", "h", "blocks")
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
@@ -134,9 +136,10 @@ def load_model(spec: VerifierSpec, *, dtype: torch.dtype, device: torch.device |
     nested = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     factory = AutoModelForImageTextToText if nested else AutoModelForCausalLM
     with quiet_loading():
-        model, loading = factory.from_pretrained(
+        loaded: Any = factory.from_pretrained(
             spec.path, dtype=dtype, trust_remote_code=spec.trust_remote_code, output_loading_info=True
         )
+    model, loading = loaded
     absent, misshapen = sorted(loading["missing_keys"]), sorted(map(str, loading["mismatched_keys"]))
     if absent or misshapen:
         near = weights.near_keys(weights.weight_files(spec.path), absent or misshapen)
@@ -172,7 +175,7 @@ def load_head(spec: VerifierSpec) -> Float[Tensor, "V H"]:
     return weights.read_matrix(files, key, (spec.vocab_size, spec.hidden_size))
 
 
-def text_backbone(model: nn.Module) -> nn.Module:
+def text_backbone(model: PreTrainedModel) -> nn.Module:
     """The module that holds token embedding, decoder layers and final norm, however deep in a wrapper."""
     embedding = model.get_input_embeddings()
     count = model.config.get_text_config().num_hidden_layers
@@ -192,14 +195,14 @@ def text_backbone(model: nn.Module) -> nn.Module:
     return found[0]
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The verifier's decoder layers in order."""
     layers = _layer_list(text_backbone(model), model.config.get_text_config().num_hidden_layers)
     assert layers is not None
     return layers
 
 
-def final_norm(model: nn.Module) -> nn.Module:
+def final_norm(model: PreTrainedModel) -> nn.Module:
     """The norm between the last decoder layer and the head."""
     backbone = text_backbone(model)
     return next(getattr(backbone, name) for name in FINAL_NORMS if hasattr(backbone, name))

@@ -168,6 +168,7 @@ def test_a_config_with_the_fewest_keys_is_read(saved, drafter, model):
         ({"capture_layers": None, "eagle_aux_hidden_state_layer_ids": None, "eagle_config": None}, "names no capture"),
         ({"capture_layers": [1, 2, 5]}, "capture layers contradict each other"),
         ({"draft_vocab_size": None}, "draft_vocab_size is None.*verifier's head"),
+        ({"draft_vocab_size": 321}, "draft_vocab_size 321 exceeds vocab_size 320"),
         ({"draft_vocab_size": 199}, r"lm_head.weight is BF16 \[200, 48\], must be BF16 \[199, 48\]"),
         ({"rope_theta": 10000.0}, "rope_parameters .* and rope_theta/rope_scaling .* contradict"),
         ({"rope_theta": None, "rope_parameters": None}, "names neither rope_parameters nor rope_theta"),

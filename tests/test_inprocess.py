@@ -141,7 +141,7 @@ def test_ids_that_the_verifier_cannot_take_are_named(engine, batch, message):
     with pytest.raises(ValueError, match=message):
         engine.capture(batch)
     with pytest.raises(ValueError, match=message):
-        engine.generate(batch, max_new_tokens=1, temperature=0, top_p=1, seed=0, stop_ids=())
+        engine.generate(batch, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0, stop_ids=())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -126,7 +126,7 @@ def test_a_later_turn_reads_the_verifiers_own_answers(tmp_path, real):
         record = outcome.records["c", turn]
         assert record["prompt_ids"] == chat.prompt_ids(history)
         (wanted,) = engine.generate(
-            [record["prompt_ids"]], max_new_tokens=6, temperature=0, top_p=1, seed=0, stop_ids=(STOP,)
+            [record["prompt_ids"]], max_new_tokens=6, temperature=0.0, top_p=1.0, seed=0, stop_ids=(STOP,)
         )
         assert (record["response_ids"], record["finish_reason"]) == (wanted.ids, wanted.finish_reason)
         text = chat.tokenizer.decode([i for i in wanted.ids if i != STOP])
@@ -164,10 +164,11 @@ def test_nothing_in_the_journal_is_generated_again(tmp_path, chat):
     assert sum(event.turns for event in again.events if event.reused) == 60
 
 
-class Killed:
+class Killed(EchoEngine):
     """Dies by SIGKILL at its n-th batch."""
 
     def __init__(self, engine, batches):
+        super().__init__()
         self.engine, self.left = engine, batches
 
     def generate(self, batch, **options):

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3.schedule import lr_at, warmup_steps
@@ -44,6 +44,7 @@ def test_halfway_is_the_mean_of_peak_and_floor():
     assert curve(21, 0.0, floor_ratio=0.2)[10] == pytest.approx(0.6e-3)
 
 
+@settings(deadline=None)
 @given(
     total_steps=st.integers(1, 300),
     warmup_ratio=st.floats(0.0, 0.99),

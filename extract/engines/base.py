@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -16,7 +16,7 @@ class EngineError(RuntimeError):
 class Captured:
     """Hidden states of one sequence of T tokens, on the CPU; perhaps views of the whole batch's tensor."""
 
-    aux: Float[Tensor, "T A*H"]
+    aux: Float[Tensor, "T AH"]
     """Inputs of the captured layers, side by side in the order of capture_layers."""
     last: Float[Tensor, "T H"]
     """After the final norm: what the head reads."""
@@ -30,6 +30,7 @@ class Generated:
     finish_reason: str
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Runs the verifier. `name` and `version` go into the store's manifest."""
 

@@ -1,8 +1,9 @@
 """The reference engine: the verifier in this process, by transformers, on CPU or one GPU."""
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import transformers
@@ -33,7 +34,7 @@ class InProcessEngine:
         self.capture_layers = check_capture_layers(capture_layers, spec.num_layers)
         self.dtype = dtype
         self.device = torch.device(device)
-        self.model = load_model(spec, dtype=dtype, device=self.device)
+        self.model: Any = load_model(spec, dtype=dtype, device=self.device)
         self.backbone = text_backbone(self.model)
         # generate() takes from here what is left open: a verifier's own sampling, penalties, forced tokens.
         self.model.generation_config = GenerationConfig()
@@ -123,7 +124,7 @@ class InProcessEngine:
         rows: dict[int | str, Float[Tensor, "N H"]] = {}
         layers = decoder_layers(self.model)
 
-        def record_input(layer: int):
+        def record_input(layer: int) -> Callable[[nn.Module, tuple, dict], None]:
             def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
                 rows[layer] = (args[0] if args else kwargs["hidden_states"])[mask]
 

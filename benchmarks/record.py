@@ -1,0 +1,27 @@
+"""The JSON file of a measurement: what was run, on what, and every raw row, so that a table can be made again."""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3.runlog import provenance
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> Path:
+    """benchmarks/results/NAME.json with the command, git state, versions, device, `facts` and `rows`."""
+    seen = provenance()
+    command = " ".join(["python", "-m", f"benchmarks.{name}", *map(shlex.quote, sys.argv[1:])])
+    kept = {key: seen[key] for key in ("git_sha", "git_dirty", "versions", "device", "started")}
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"command": command, **kept, **facts, "rows": list(rows)}, indent=2) + "\n")
+    return path
+
+
+def read_result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())

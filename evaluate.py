@@ -1,0 +1,87 @@
+"""Third stage: decode with a drafter, on prompts it was not trained on, and say what it is worth.
+
+    python evaluate.py                                  the drafter that train.py of the same config has made
+    python evaluate.py drafter_dir=DIR                  any drafter of the same verifier
+    python evaluate.py evaluation.prompts=FILE          other prompts
+"""
+
+import hashlib
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+
+from eagle3.app import launch, run_log, tracked_run
+from eagle3.config import Config
+from eagle3.evaluate import Settings, evaluate
+from eagle3.export import find_drafter, load_drafter, read_origin
+from eagle3.questions import ChatQuestions, refuse_trained
+from eagle3.report import Report, show_report, warn_of
+from eagle3.runlog import Declared, check_wandb_ready
+from extract.chat import Chat
+from extract.job import open_verifier
+from extract.progress import Progress
+from extract.prompts import read_conversations
+from extract.store import open_store
+from extract.verifier import VerifierSpec, load_model, load_tokenizer
+
+FIGURES = frozenset({"accept_len", "accept_len_low", "accept_len_high", "accept_len_replayed", "prompts", "tokens",
+                     "verifications", "tokens_s_speculative_all_prompts"})  # fmt: skip
+DECLARED = {"eval": Declared(names=FIGURES, integer=frozenset({"prompts", "tokens", "verifications"}))}
+
+
+def judge(config: Config, run_dir: Path) -> float | None:
+    check_wandb_ready(config.tracking.mode)
+    drafter_dir = find_drafter(Path(config.drafter_dir))
+    weights = hashlib.sha256((drafter_dir / "model.safetensors").read_bytes()).hexdigest()
+    spec = open_verifier(config.verifier, Path(config.cache_dir))
+    if config.dry_run:
+        return None
+    with tracked_run(config, run_dir, "evaluate", {"drafter": weights}) as run:
+        reused = run.state == "finished"
+        if not reused:
+            report = measure(config, spec, drafter_dir)
+            warnings = warn_of(report, read_origin(drafter_dir), spec)
+            report.write_texts(run.path)
+            with run_log(config, run, "evaluate", DECLARED) as runlog:
+                runlog.expect("eval", 1)
+                summary = report.summary()
+                runlog.emit("eval", 1, {name: summary[name] for name in FIGURES})
+            run.finish(summary | {"drafter_dir": config.drafter_dir, "warnings": warnings, "table": report.rows()})
+        summary = run.summary()
+        show_report(summary, reused=reused)
+        return summary["accept_len"]
+
+
+def measure(config: Config, spec: VerifierSpec, drafter_dir: Path) -> Report:
+    """Decodes every prompt in float32, plainly and with the drafter, and replays the result."""
+    wanted = config.evaluation
+    conversations, _ = read_conversations(
+        wanted.prompts, split=None, limit=wanted.limit, system_prompt=config.extraction.system_prompt
+    )
+    chat = Chat(load_tokenizer(spec), spec.end_of_turn_ids, spec.vocab_size)
+    room = spec.max_position_embeddings - wanted.max_new_tokens
+    questions = ChatQuestions(conversations, chat, max_prompt=room)
+    model = load_model(spec, dtype=torch.float32, device=config.hardware.accelerator)
+    drafter = load_drafter(drafter_dir, model.get_input_embeddings().weight.data).to(config.hardware.accelerator)
+    settings = Settings(
+        drafts=wanted.drafts, max_new_tokens=wanted.max_new_tokens, end_of_turn_ids=frozenset(spec.end_of_turn_ids),
+        bootstrap=wanted.bootstrap, seed=config.seed,
+    )  # fmt: skip
+    store = Path(config.store)
+    trained_on = open_store(store) if (store / "manifest.json").exists() else None
+    with Progress("evaluate", questions.total, unit="prompts") as progress:
+        return evaluate(
+            model, drafter, questions, settings, advance=progress.advance,
+            check_prompts=lambda prompts: refuse_trained(prompts, trained_on) if trained_on else None,
+        )  # fmt: skip
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
+def main(raw: DictConfig) -> float | None:
+    return launch(raw, judge)
+
+
+if __name__ == "__main__":
+    main()
