@@ -11,7 +11,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from eagle3.app import command, is_sweep, launch, run_log, tracked_run
+from eagle3.app import command, is_sweep, launch, require_alone, run_log, tracked_run
 from eagle3.charts import draw
 from eagle3.checkpoints import checkpoints
 from eagle3.config import Config, from_values
@@ -19,13 +19,13 @@ from eagle3.fit import fit
 from eagle3.outcome import show_summary, summary_of
 from eagle3.plan import TrainingPlan, plan_training, show_plan
 from eagle3.record import declared
-
 from eagle3.runlog import check_wandb_ready
 from extract.rundir import RunDir, saved_config
 
 
 def train(config: Config, run_dir: Path) -> float | None:
     if config.resume:
+        require_alone("resume")
         run_dir = Path(config.resume)
         config = from_values(saved_config(run_dir))
     check_wandb_ready(config.tracking.mode)

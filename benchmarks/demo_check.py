@@ -70,7 +70,9 @@ def train_permuted(config: Config, work: Path) -> Path:
     """train.py on the permuted store, as the user would start it; finished work is reused by train.py itself."""
     store = permuted_store(Path(config.store), work / "store", seed=config.seed)
     run_dir = work / "train"
-    overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(("store=", "drafter_dir="))]
+    overrides = [
+        o for o in HydraConfig.get().overrides.task if not o.startswith(("store=", "drafter_dir=", "tracking="))
+    ]
     own = [f"store={store}", f"hydra.run.dir={run_dir}", "tracking=local"]
     subprocess.run([sys.executable, str(ROOT / "train.py"), *overrides, *own], cwd=Path.cwd(), check=True)
     return Path(json.loads((run_dir / "summary.json").read_text())["drafter_dir"])

@@ -106,8 +106,14 @@ def is_sweep() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+def require_alone(key: str) -> None:
+    """`key` brings a whole config along: whatever is set beside it would be ignored without a word."""
+    beside = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] != key]
+    if beside:
+        raise ValueError(f"{key}=… takes every setting from there; leave out {' '.join(beside)}")
+
+
 def command(script: str, *keys: str) -> str:
     """The command line for the next stage of this very config, with what the user overrode."""
     overrides = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("resume", "dry_run")]
     return " ".join(["python", script, *overrides, *keys])
-

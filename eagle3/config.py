@@ -66,7 +66,9 @@ class Optimizer:
     lr: PositiveFloat
     """Peak learning rate of AdamW."""
     betas: Annotated[list[Annotated[Float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+    """Of AdamW: decay of the running means of the gradient and of its square."""
     eps: PositiveFloat
+    """Of AdamW: added to the root of the squared gradient's mean."""
     weight_decay: NonNegativeFloat
     """On matrices only, never on norms."""
     warmup_ratio: Annotated[Float, Field(ge=0, lt=1)]
@@ -76,6 +78,7 @@ class Optimizer:
     clip_norm: PositiveFloat
     """Global gradient norm above which gradients are scaled down."""
     epochs: PositiveInt
+    """Passes over the training rows."""
     batch_tokens: PositiveInt
     """Tokens of packed rows in one optimizer step, over all devices and micro-batches."""
 
@@ -95,7 +98,9 @@ class Evaluation:
     prompts: NonEmpty
     """Prompts that were not trained on, in any form that extraction.prompts takes."""
     limit: PositiveInt | None
+    """Decode at most so many prompts; null is all."""
     max_new_tokens: PositiveInt
+    """Of each decoded answer."""
     drafts: PositiveInt
     """Tokens drafted before each verification."""
     bootstrap: PositiveInt
@@ -107,10 +112,15 @@ class Tracking:
     mode: Literal["offline", "online", "local"]
     """W&B: offline needs no account and no network, online needs WANDB_API_KEY, local writes no W&B run."""
     project: NonEmpty
+    """W&B project."""
     entity: str | None
+    """W&B user or team; null is the account's default."""
     tags: list[str]
+    """W&B tags, beside the names of experiment and verifier."""
     tensorboard: bool
+    """Mirror the metrics to TensorBoard files in the run directory."""
     csv: bool
+    """Mirror the metrics to one CSV file a split in the run directory."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -133,6 +143,7 @@ class Config:
     cache_dir: NonEmpty
     """Converted verifiers (a GGUF is dequantised once)."""
     seed: Annotated[Int, Field(ge=0)]
+    """Of sampling, data order, noise, initial weights and bootstrap."""
     resume: str | None
     """Run directory of train.py to continue, with the config saved there."""
     dry_run: bool
@@ -236,14 +247,24 @@ def run_id(stage: str, *, _root_: DictConfig) -> str:
 
     The same command finds its directory again and goes on there; another setting gets another directory.
     """
-    plain = {key: OmegaConf.to_container(_root_[key], resolve=True) if OmegaConf.is_config(_root_[key]) else _root_[key]
-             for key in IDENTITY[stage]}  # fmt: skip
+    names = IDENTITY[stage]
+    try:
+        plain = {name: _resolved(_root_[name]) for name in names}
+    except OmegaConfBaseException:  # no directory is used then: `typed` refuses this config, and names the key
+        plain = {"unresolved": OmegaConf.to_yaml(_root_)}
     return f"{_root_['name']}-{_short_hash(plain)}"
 
 
-def sweep_id(overrides: ListConfig, *, _root_: DictConfig) -> str:
-    """Resolver `${sweep_id:${hydra.overrides.task}}`: the same sweep command finds its directory again."""
-    return _short_hash(sorted(overrides))
+def _resolved(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def sweep_id(name: str, overrides: ListConfig) -> str:
+    """Resolver `${sweep_id:${name},${hydra.overrides.task}}`: the same sweep command finds its directory again.
+
+    It is cached and Hydra hands the cache on to the jobs, whose own name and overrides must not count here.
+    """
+    return f"{name}-{_short_hash(sorted(overrides))}"
 
 
 def _short_hash(values: Any) -> str:
@@ -256,4 +277,4 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 OmegaConf.register_new_resolver("run_id", run_id, replace=True)
-OmegaConf.register_new_resolver("sweep_id", sweep_id, replace=True)
+OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)

@@ -178,6 +178,8 @@ def _record_status(directory: Path, job_return: JobReturn) -> None:
         state = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     path = directory / STATUS_NAME
     told = json.loads(path.read_text()) if path.exists() else {}
+    if told.get("status") == "finished" and state["status"] == "failed":
+        return  # this job was refused; what an earlier one has finished here stays finished
     kept = {key: value for key, value in told.items() if key != "reason"}
     _replace(path, json.dumps(kept | state, indent=2))
 

@@ -173,7 +173,7 @@ def capture_all(
             present = {s.id for s in window if s.id in writer.done or s.id in writer.quarantined}
             reused += len(present)
             progress.advance(sum(len(s.input_ids) for s in window if s.id in present))
-            for batch in _batches(window, batch_tokens):
+            for batch in batches(window, batch_tokens):
                 missing = [sample for sample in batch if sample.id not in present]
                 if not missing:
                     continue

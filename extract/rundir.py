@@ -105,7 +105,9 @@ def _claim(path: Path, record: dict[str, Any], provenance: Mapping[str, Any], in
 
 def _is_finished(path: Path) -> bool:
     status = path / "status.json"
-    return status.exists() and json.loads(status.read_text())["status"] == "finished"
+    if not status.exists() or not (path / "summary.json").exists():
+        return False
+    return json.loads(status.read_text())["status"] == "finished"
 
 
 def _refuse_other(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

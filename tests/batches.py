@@ -115,9 +115,7 @@ def with_teacher(batch: dict[str, Any], drafter: Eagle3Drafter, head: Tensor, tt
     return batch | {"supervised_total": supervised.sum(0)}
 
 
-def make_case(
-    lengths: list[list[int]], *, padding: int = 0, seed: int = 0, ttt_steps: int = 3, **changes: Any
-) -> Case:
+def make_case(lengths: list[list[int]], *, padding: int = 0, seed: int = 0, ttt_steps: int = 3, **changes: Any) -> Case:
     shape = replace(SHAPE, **changes)
     drafter = random_drafter(shape, seed)
     head = torch.randn(shape.vocab_size, shape.hidden_size, generator=torch.Generator().manual_seed(seed + 1)) * 0.5

@@ -150,3 +150,28 @@ def test_paired_interval_is_narrower_than_the_spread_of_prompts():
     assert found.excludes_zero and not replace(found, low=-0.01).excludes_zero
     with pytest.raises(ValueError, match="no draft was verified"):
         paired_difference(base * 0, base, 10, 0)
+
+
+def test_the_permuted_drafter_is_trained_by_the_users_own_command(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from benchmarks import demo_check
+
+    overrides = ["optimizer.lr=3e-4", "store=data/mine", "tracking=offline", "drafter_dir=outputs/x"]
+    task = SimpleNamespace(get=lambda: SimpleNamespace(overrides=SimpleNamespace(task=overrides)))
+    monkeypatch.setattr(demo_check, "HydraConfig", task)
+    monkeypatch.setattr(demo_check, "permuted_store", lambda source, target, seed: target)
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        (tmp_path / "train").mkdir()
+        (tmp_path / "train" / "summary.json").write_text('{"drafter_dir": "there/drafter", "accept_len": 1.1}')
+
+    monkeypatch.setattr(demo_check.subprocess, "run", run)
+    found = demo_check.train_permuted(SimpleNamespace(store="data/mine", seed=0), tmp_path)
+    assert str(found) == "there/drafter"
+    [[_, script, *told]] = commands
+    assert script.endswith("train.py")
+    own = [f"store={tmp_path / 'store'}", f"hydra.run.dir={tmp_path / 'train'}", "tracking=local"]
+    assert told == ["optimizer.lr=3e-4", *own]

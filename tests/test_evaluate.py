@@ -18,7 +18,7 @@ from eagle3.evaluate import Settings, evaluate
 from eagle3.metrics import acceptance_length
 from eagle3.questions import ChatQuestions, FixedQuestions, Prompt, refuse_trained
 from eagle3.replayed import ReplayDiffers
-from eagle3.report import PromptResult, make_report, read_texts, warn_of
+from eagle3.report import PromptResult, make_report, read_texts, show_report, warn_of
 from eagle3.truth import TIE, OutputDiffers, judge
 from extract.chat import Chat
 from extract.prompts import Conversation
@@ -281,3 +281,12 @@ def test_models_that_do_not_fit_are_refused(model, drafter):
     other.shape = shape
     with pytest.raises(ValueError, match=r"made for a verifier with vocabulary and hidden size \(321, 48\)"):
         evaluate(model, other, questions(), SETTINGS)
+
+
+def test_the_closing_table_is_made_of_summary_json(capsys):
+    report = make_report([result("a", 4, (3, 2, 1), plain_s=0.5)], 3, 10, 0)
+    stored = json.loads(json.dumps({"drafter_dir": "d", "table": report.rows(), "warnings": ["mind the gap"]}))
+    show_report(stored, reused=True)
+    shown = capsys.readouterr().out
+    for words in ("Evaluated (reused)", "acceptance length", "2.500", "mind the gap", "make demo-check"):
+        assert words in shown

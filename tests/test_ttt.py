@@ -154,7 +154,7 @@ def test_packed_equals_alone_and_does_not_move_with_its_neighbours():
 def test_carried_state_is_the_residual_stream_or_the_normed_state_as_the_shape_says():
     for norm_output in (False, True):
         case = all_written(make_case([[8]], ttt_steps=3, norm_output=norm_output))
-        plan, before = run(case, case.batch, case.batch["aux"])
+        _, before = run(case, case.batch, case.batch["aux"])
         with torch.no_grad():
             case.drafter.norm.weight.mul_(torch.linspace(0.5, 2.0, 12))
         _, after = run(case, case.batch, case.batch["aux"])
