@@ -11,7 +11,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from eagle3.app import command, is_sweep, launch, require_alone, run_log, tracked_run
+from eagle3.app import command, is_sweep, launch, rank, require_alone, run_log, tracked_run
 from eagle3.charts import draw
 from eagle3.checkpoints import checkpoints
 from eagle3.config import Config, from_values
@@ -38,23 +38,25 @@ def train(config: Config, run_dir: Path) -> float | None:
     with tracked_run(config, run_dir, "train", {"store": plan.store_sha256}) as run:
         reused = run.state == "finished"
         if not reused:
-            run.finish(work(config, plan, run))
+            tracked = work(config, plan, run)
+            if rank() > 0:
+                return None
+            charts = draw([run.path], run.path / "charts")
+            run.finish(summary_of(plan, checkpoints(run.path)[-1], run.path, charts, tracked))
         summary = run.summary()
         show_summary(summary, reused=reused, next_command=command("evaluate.py"))
         return summary["accept_len"]
 
 
-def work(config: Config, plan: TrainingPlan, run: RunDir) -> dict[str, object]:
-    """Train from the last whole checkpoint to the end, then draw the charts."""
+def work(config: Config, plan: TrainingPlan, run: RunDir) -> str | None:
+    """Train from the last whole checkpoint to the end; returns where W&B has it."""
     found = checkpoints(run.path)
     start = found[-1] if found else None
     done = start.step if start else 0
     with run_log(config, run, "train", declared(config.drafter.ttt_steps), resumed_from_step=done) as runlog:
         if done < plan.schedule.total_steps:
-            fit(plan, runlog, run.path, start, rank=0)
-        tracked = runlog.where()
-    charts = draw([run.path], run.path / "charts")
-    return summary_of(plan, checkpoints(run.path)[-1], run.path, charts, tracked)
+            fit(plan, runlog, run.path, start, rank())
+        return runlog.where()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

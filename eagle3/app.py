@@ -18,7 +18,7 @@ from rich.text import Text
 from eagle3.config import Config, as_dict, typed
 from eagle3.runlog import Declared, RunLog, SilentRunLog, open_runlog, provenance
 from extract.config import Hardware
-from extract.rundir import RunDir, open_run
+from extract.rundir import RunDir, join_run, open_run
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ def launch(raw: DictConfig, stage: Stage) -> float | None:
     """
     hydra = HydraConfig.get()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - rank 0 speaks for all, until the process ends
+        get_console().quiet = True
     try:
         config = typed(raw, hydra.runtime.choices)
         _prepare_machine(config.hardware)
@@ -64,7 +67,10 @@ def _prepare_machine(hardware: Hardware) -> None:
 def tracked_run(
     config: Config, path: Path, stage: str, inputs: dict[str, str], *, intact: bool = True
 ) -> Iterator[RunDir]:
-    """The stage's run directory for one attempt; see `extract.rundir.open_run`."""
+    """The stage's run directory for one attempt; see `extract.rundir.open_run`. Rank 0 owns it, the others join."""
+    if rank() > 0:
+        yield join_run(path)
+        return
     with open_run(path, stage, as_dict(config), inputs, provenance(), intact=intact) as run:
         yield run
 
@@ -76,7 +82,6 @@ def run_log(
     declared: dict[str, Declared],
     *,
     resumed_from_step: int = 0,
-    rank: int = 0,
 ) -> RunLog | SilentRunLog:
     """Ledger and mirrors of this attempt, named so that runs can be told apart and compared in W&B."""
     hydra = HydraConfig.get()
@@ -98,8 +103,13 @@ def run_log(
         tensorboard=tracking.tensorboard,
         attempt=run.attempt,
         resumed_from_step=resumed_from_step if run.attempt > 1 else None,
-        rank=rank,
+        rank=rank(),
     )
+
+
+def rank() -> int:
+    """This process among those of one training; the launcher (Lightning's own, or torchrun) says so."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 
 
 def is_sweep() -> bool:

@@ -1,9 +1,11 @@
 """The training run: loaders, Lightning's Trainer, run log and checkpoints, from step 0 or from a checkpoint."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.strategies import DDPStrategy, Strategy
 
 from eagle3.checkpoints import Checkpoint, Checkpoints
 from eagle3.data import loader
@@ -14,6 +16,11 @@ from eagle3.runlog import RunLog, SilentRunLog
 from extract.progress import Progress
 
 ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
+STRATEGIES: dict[str, Callable[[], Strategy | str]] = {
+    "auto": lambda: "auto",
+    # Buffers are frozen tables and sums of one rank: neither is to be sent around before every step.
+    "ddp": lambda: DDPStrategy(broadcast_buffers=False),
+}
 
 
 class StopAfter(pl.Callback):
@@ -49,7 +56,7 @@ def fit(plan: TrainingPlan, runlog: RunLog | SilentRunLog, run_dir: Path, start:
         trainer = pl.Trainer(
             accelerator=ACCELERATORS[hardware.accelerator],
             devices=hardware.devices,
-            strategy=hardware.strategy,
+            strategy=STRATEGIES[hardware.strategy](),
             precision=hardware.precision,
             accumulate_grad_batches=schedule.micro_batches,
             max_epochs=1,  # the sampler runs over all epochs in one iteration

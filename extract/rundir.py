@@ -73,6 +73,12 @@ def open_run(
             raise
 
 
+def join_run(path: Path) -> RunDir:
+    """The attempt that rank 0 has opened, for the other ranks of the same training; they write nothing here."""
+    record = json.loads((path / "run.json").read_text())
+    return RunDir(path, "unfinished", len(record["attempts"]))
+
+
 def saved_config(path: Path) -> dict[str, Any]:
     """The config that made a run directory.
 

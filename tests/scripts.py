@@ -4,6 +4,7 @@ A start costs a fraction of a second this way instead of many. A run can be arme
 `die=("extract.journal:Journal.append", 2, "before")`.
 """
 
+import atexit
 import importlib
 import multiprocessing
 import os
@@ -98,7 +99,10 @@ def _main(script: str, arguments: list[str], options: dict[str, Any]) -> None:
         _arm(*options["die"])
     if options["stall_s"]:
         _stall(options["stall_s"])
-    runpy.run_path(str(ROOT / script), run_name="__main__")
+    try:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing would leave out
 
 
 def _arm(target: str, number: int, when: str) -> None:

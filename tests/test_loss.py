@@ -80,11 +80,12 @@ def test_soft_cross_entropy_of_a_hand_made_row():
 
 def test_backward_scales_with_what_comes_from_above():
     x = Inputs()
-    leaf = x.normed.detach().clone().requires_grad_()
-    out = head_and_loss(leaf, x.lm_head, x.teacher, x.index, x.active, x.weight)
+    leaves = [t.detach().clone().requires_grad_() for t in (x.normed, x.lm_head)]
+    out = head_and_loss(*leaves, x.teacher, x.index, x.active, x.weight)
     (out.loss * 6.0).backward()
-    _, once, _ = x.run()
-    torch.testing.assert_close(leaf.grad, 6.0 * once)
+    _, *once = x.run()
+    for leaf, gradient in zip(leaves, once, strict=True):
+        torch.testing.assert_close(leaf.grad, 6.0 * gradient)
 
 
 @pytest.mark.parametrize("chunk_pairs", [1, 2, 5, 1000])

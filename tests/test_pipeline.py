@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -204,6 +205,7 @@ def test_a_killed_extraction_does_nothing_finished_again(interrupted_store):
 def interrupted_training(folder, trained):
     """A training that was killed in a step, twice while it saved, and between saving and publishing."""
     run_dir = folder / "killed-training"
+    output = []
     told = settings(hydra__run__dir=run_dir.name)
     left = []
     for target, number, when in (
@@ -213,13 +215,29 @@ def interrupted_training(folder, trained):
         ("eagle3.checkpoints:_fsync", 5, "after"),  # checkpoint 12 is whole, but has no name yet
         ("eagle3.charts:draw", 1, "before"),  # trained, and not finished
     ):
-        killed("train.py", *told, cwd=folder, die=(target, number, when))
+        output.append(killed("train.py", *told, cwd=folder, die=(target, number, when)).output)
+        if len(left) == 2:
+            damaged_checkpoints(run_dir / "checkpoints")
         left.append([checkpoint.step for checkpoint in checkpoints(run_dir)])
-    return run_dir, left, succeed("train.py", f"resume={run_dir.name}", cwd=folder)
+    succeed("train.py", f"resume={run_dir.name}", cwd=folder)
+    return run_dir, left, output
+
+
+def damaged_checkpoints(folder: Path) -> None:
+    """Of higher steps than any whole one: weights cut in half, no optimizer state, and nothing at all."""
+    whole = folder / "step-000008"
+    for step, file in ((97, "trainer.ckpt"), (98, "model.safetensors")):
+        shutil.copytree(whole, folder / f"step-{step:06d}")
+        damaged = folder / f"step-{step:06d}" / file
+        damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    (folder / "step-000097" / "trainer.ckpt").unlink()
+    (folder / "step-000099").mkdir()
 
 
 def test_a_killed_training_goes_on_from_its_last_whole_checkpoint(interrupted_training, trained):
-    run_dir, left, _ = interrupted_training
+    run_dir, left, output = interrupted_training
+    for step, fault in ((97, "trainer.ckpt has None bytes"), (98, "model.safetensors has "), (99, "complete.json")):
+        assert f"step-{step:06d} is no whole checkpoint ({fault}" in output[3]
     steps = json.loads((trained[0] / "summary.json").read_text())["steps"]
     assert [found[-1] for found in left] == [4, 4, 8, 8, steps]
     attempts: dict[int, list[int]] = {}
@@ -387,7 +405,8 @@ def test_a_sweep_goes_on_after_a_failed_and_a_killed_job(folder, extracted):
     assert again.code != 0
     assert (sweep / "0" / "metrics.jsonl").read_bytes() == kept, "the finished job was left alone"
     rows = [json.loads(line) for line in (sweep / "2" / "metrics.jsonl").read_text().splitlines()]
-    assert min(row["step"] for row in rows if row["attempt"] == 2) == resumed_at + 1, "the killed job went on"
+    again_steps = [row["step"] for row in rows if row["attempt"] == 2 and row["split"] == "train"]
+    assert again_steps[0] == resumed_at + 1 == 5, "the killed job went on where it was"
     assert "drafter.draft_vocab_size=999" in (sweep / "1" / "train.log").read_text()
     assert "Traceback" in (sweep / "1" / "train.log").read_text()
     table = (sweep / "summary.md").read_text()
