@@ -1,8 +1,8 @@
 """Third stage: decode with a drafter, on prompts it was not trained on, and say what it is worth.
 
-    python evaluate.py                                  the drafter that train.py of the same config has made
-    python evaluate.py drafter_dir=DIR                  any drafter of the same verifier
-    python evaluate.py evaluation.prompts=FILE          other prompts
+python evaluate.py                                  the drafter that train.py of the same config has made
+python evaluate.py drafter_dir=DIR                  any drafter of the same verifier
+python evaluate.py evaluation.prompts=FILE          other prompts
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """First stage: prompts → answers of the verifier → hidden states in a store.
 
-    python extract.py                       the quickstart
-    python extract.py dry_run=true          plan and stop
-    python extract.py name=mine verifier=hf verifier.name=NAME verifier.path=DIR extraction.prompts=FILE
+python extract.py                       the quickstart
+python extract.py dry_run=true          plan and stop
+python extract.py name=mine verifier=hf verifier.name=NAME verifier.path=DIR extraction.prompts=FILE
 """
 
 from pathlib import Path

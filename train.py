@@ -1,9 +1,9 @@
 """Second stage: a store of hidden states → an EAGLE-3 drafter.
 
-    python train.py                                     the quickstart, on the store of extract.py
-    python train.py -m optimizer.lr=3e-4,1e-3           a sweep, with a table at the end
-    python train.py resume=RUN_DIR                      go on with an interrupted run, from its saved config
-    python train.py drafter.init_from=DRAFTER_DIR       warm start
+python train.py                                     the quickstart, on the store of extract.py
+python train.py -m optimizer.lr=3e-4,1e-3           a sweep, with a table at the end
+python train.py resume=RUN_DIR                      go on with an interrupted run, from its saved config
+python train.py drafter.init_from=DRAFTER_DIR       warm start
 """
 
 from pathlib import Path

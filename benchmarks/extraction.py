@@ -74,8 +74,9 @@ def main() -> None:
     bare_forward(engine.model, samples[:8], asked.batch_tokens)  # warm-up
     rows = []
     for _ in range(asked.repeats):
-        ours, bare = capture(engine, samples, asked.batch_tokens, tokens), bare_forward(
-            engine.model, samples, asked.batch_tokens
+        ours, bare = (
+            capture(engine, samples, asked.batch_tokens, tokens),
+            bare_forward(engine.model, samples, asked.batch_tokens),
         )
         rows.append({"tokens": tokens, "capture_tokens_per_s": tokens / ours, "bare_tokens_per_s": tokens / bare})
     path = write_result("extraction", rows)

@@ -65,9 +65,10 @@ def _fault(path: Path) -> str | None:
         return f"{COMPLETE}: {error}"
     for name, size in sizes.items():
         file = path / name
-        actual = file.stat().st_size if file.exists() else None
-        if actual != size:
-            return f"{name} has {actual} bytes instead of {size}"
+        if not file.exists():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
     return None
 
 

@@ -202,7 +202,8 @@ def from_values(values: dict[str, Any]) -> Config:
 def _plain(node: DictConfig | ListConfig, prefix: str, problems: list[str], choices: Mapping[str, str]) -> Any:
     """Plain containers with interpolations resolved; what cannot be resolved is collected under its full key."""
     out: dict[Any, Any] = {}
-    for key in range(len(node)) if isinstance(node, ListConfig) else node:
+    keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node)
+    for key in keys:
         full = f"{prefix}{key}"
         if OmegaConf.is_missing(node, key):
             problems.append(f"{full} is not set; give it on the command line: {full}=VALUE")

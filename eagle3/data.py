@@ -169,7 +169,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if get_worker_info() is None:
         return torch.empty(shape, dtype=dtype)
     storage = torch.UntypedStorage._new_shared(prod(shape) * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
 
 
 def _check_finite(tensor: Tensor, name: str, sample: str, path: Path) -> None:

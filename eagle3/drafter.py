@@ -36,7 +36,7 @@ class DrafterShape:
     capture_layers: tuple[int, ...]
     rms_norm_eps: float
     rope_parameters: dict[str, Any]
-    """New-style RoPE description (`rope_theta`, `rope_type`, scaling). Training, export and decoding read this one place."""
+    """New-style RoPE description (`rope_theta`, `rope_type`, scaling): the one place for training, export and decoding."""
     max_position_embeddings: int
     fc_norm: bool = False
     """EAGLE-3.1: one RMSNorm per captured layer before `fc`."""
@@ -136,9 +136,7 @@ class Eagle3Drafter(nn.Module):
         attention = self.midlayer.self_attn
         return attention.k_proj(both).unflatten(-1, heads), attention.v_proj(both).unflatten(-1, heads)
 
-    def rotate(
-        self, x: Float[Tensor, "n heads hd"], position: Int[Tensor, "n"]
-    ) -> Float[Tensor, "n heads hd"]:
+    def rotate(self, x: Float[Tensor, "n heads hd"], position: Int[Tensor, "n"]) -> Float[Tensor, "n heads hd"]:
         """RoPE at absolute positions, computed in float32 at least."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         cos, sin = self.rotary(wide, position[None])

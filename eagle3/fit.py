@@ -71,4 +71,4 @@ def fit(plan: TrainingPlan, runlog: RunLog | SilentRunLog, run_dir: Path, start:
             callbacks=[record, saver, StopAfter(remaining)],
             default_root_dir=run_dir,
         )
-        trainer.fit(module, *loaders, ckpt_path=start.trainer_state if start else None, weights_only=True)
+        trainer.fit(module, loaders[0], loaders[1], ckpt_path=start.trainer_state if start else None, weights_only=True)

@@ -22,7 +22,7 @@ RowLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def soft_cross_entropy(
     logits: Float[Tensor, "P D"], teacher: Float[Tensor, "P D"], weight: Float[Tensor, "P"]
 ) -> tuple[Float[Tensor, "P"], Float[Tensor, "P D"]]:
-    """-sum_v teacher_v log softmax(logits)_v for each row, and weight times its gradient. Source: EAGLE-3, section 3."""
+    """-sum_v teacher_v log softmax(logits)_v of a row, and weight times its gradient. Source: EAGLE-3, section 3."""
     log_z = logits.logsumexp(-1)
     row_loss = log_z - torch.linalg.vecdot(teacher, logits)
     gradient = (logits - log_z[:, None]).exp_().sub_(teacher).mul_(weight[:, None])
@@ -81,14 +81,14 @@ def head_and_loss(
     shape = active.shape
     return HeadOutput(
         loss=total,
-        row_loss=normed.new_zeros(shape, dtype=torch.float32).index_put((step, row), row_loss),
+        row_loss=row_loss.new_zeros(shape).index_put((step, row), row_loss),
         draft=torch.full(shape, -1, dtype=torch.long, device=active.device).index_put((step, row), draft),
-        alpha=normed.new_zeros(shape, dtype=torch.float32).index_put((step, row), alpha),
+        alpha=alpha.new_zeros(shape).index_put((step, row), alpha),
     )
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Pairs are sorted by teacher position. Returns (loss, row_loss [P], draft [P], alpha [P]); only loss has a gradient."""
+    """(loss, row_loss [P], draft [P], alpha [P]) of pairs sorted by teacher position; only loss has a gradient."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class _ChunkedHead(torch.autograd.Function):
         wants_gradient = any(ctx.needs_input_grad[:2])
         head = lm_head.to(_compute_dtype(hidden))
         teacher_head = teacher.head.to(head.dtype)
-        total = hidden.new_zeros((), dtype=torch.float32)
+        total = _at_least_float32(hidden.new_zeros(()))
         grad_hidden = torch.empty_like(hidden) if wants_gradient else None
         grad_head = torch.zeros_like(lm_head) if wants_gradient else None
         losses, drafts, alphas = [], [], []
@@ -128,7 +128,7 @@ class _ChunkedHead(torch.autograd.Function):
         return total, outputs[0], outputs[1].long(), outputs[2]
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad_total, grad_head * grad_total, None, None, None, None, None
 

@@ -5,6 +5,7 @@ drafted is a miss. A rate whose denominator is empty is absent, never 0.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -72,9 +73,7 @@ def _in_unit(name: str, value: float) -> float:
     return min(max(value, 0.0), 1.0) if not math.isnan(value) else value
 
 
-def replay(
-    right: Bool[Tensor, "K R"], starts: Bool[Tensor, "R"]
-) -> list[tuple[int, list[int]]]:
+def replay(right: Bool[Tensor, "K R"], starts: Bool[Tensor, "R"]) -> list[tuple[int, list[int]]]:
     """Replays greedy serving over each response: (rows visited, accepted at each position) per response.
 
     Start at the row whose input is the response's first token, let a = right steps in a row there, jump a+1 rows,
@@ -85,7 +84,7 @@ def replay(
     accepted_here = right.long().cumprod(0).sum(0).tolist()
     bounds = [*starts.nonzero().squeeze(1).tolist(), right.shape[1]]
     out = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         visited, by_position, at = 0, [0] * steps, begin
         while at < end:
             accepted = accepted_here[at]

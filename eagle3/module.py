@@ -44,6 +44,11 @@ class Recipe:
 class DrafterModule(pl.LightningModule):
     """Trains `drafter`. `train_sums` and `val_sums` gather what the run log reports; whoever reports resets them."""
 
+    teacher_head: Tensor
+    train_sums: Tensor
+    val_sums: Tensor
+    val_visits: Tensor
+
     def __init__(self, drafter: Eagle3Drafter, teacher_head: Float[Tensor, "D H"], recipe: Recipe):
         super().__init__()
         self.drafter = drafter
@@ -115,9 +120,7 @@ class DrafterModule(pl.LightningModule):
 
     def learning_rate(self, step: int) -> float:
         r = self.recipe
-        return lr_at(
-            step, peak=r.lr, total_steps=r.total_steps, warmup_ratio=r.warmup_ratio, floor_ratio=r.floor_ratio
-        )
+        return lr_at(step, peak=r.lr, total_steps=r.total_steps, warmup_ratio=r.warmup_ratio, floor_ratio=r.floor_ratio)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The rate is a function of the optimizer step alone: nothing to save, nothing to get out of step."""

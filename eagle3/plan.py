@@ -4,7 +4,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,7 +24,6 @@ from eagle3.module import Recipe
 from eagle3.sampler import StepSampler
 from extract.job import open_verifier
 from extract.progress import closing_table
-from extract.store import Store
 from extract.verifier import VerifierSpec, load_embedding, load_head, load_tokenizer
 
 
@@ -87,9 +85,7 @@ def plan_training(config: Config) -> TrainingPlan:
         val_fraction=config.data.val_fraction, seed=config.seed, ttt_steps=config.drafter.ttt_steps,
     )  # fmt: skip
     head = load_head(spec)
-    drafter = build_drafter(
-        shape, data.vocab, load_embedding(spec), head, init_from=init_from, seed=config.seed
-    )
+    drafter = build_drafter(shape, data.vocab, load_embedding(spec), head, init_from=init_from, seed=config.seed)
     rows_per_step = config.optimizer.batch_tokens // config.extraction.max_len
     schedule = plan_schedule(data, config.hardware, rows_per_step, config.optimizer.epochs, config.data.val_every_steps)
     return TrainingPlan(
@@ -115,7 +111,9 @@ def plan_schedule(
     steps_per_epoch = -(-packs // rows_per_step)
     total = steps_per_epoch * epochs
     micro_batches = -(-rows_per_step // (hardware.devices * hardware.micro_rows))
-    return Schedule(rows_per_step, micro_batches, steps_per_epoch, total, min(val_every_steps or steps_per_epoch, total))
+    return Schedule(
+        rows_per_step, micro_batches, steps_per_epoch, total, min(val_every_steps or steps_per_epoch, total)
+    )
 
 
 def recipe_of(drafter: DrafterSettings, optimizer: Optimizer, schedule: Schedule, seed: int) -> Recipe:

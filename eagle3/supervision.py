@@ -61,10 +61,8 @@ def supervise(
     )
 
 
-def _span_left(
-    assistant: Bool[Tensor, "B T"], document: Int[Tensor, "B T"], limit: int
-) -> Int[Tensor, "B T"]:
-    """For each row r, how many tokens from r+1 on are assistant tokens of r's own document, without a gap (at most `limit`)."""
+def _span_left(assistant: Bool[Tensor, "B T"], document: Int[Tensor, "B T"], limit: int) -> Int[Tensor, "B T"]:
+    """How many tokens from r+1 on the assistant wrote without a gap, in r's own document; counted up to `limit`."""
     rows, tokens = assistant.shape
     count = torch.zeros(rows, tokens, dtype=torch.long, device=assistant.device)
     unbroken = torch.ones_like(assistant)

@@ -110,9 +110,7 @@ class Chat:
             raise ChatError(f"the tokenizer cannot continue after {text[-20:]!r} without changing the text")
         return self._checked(joined)
 
-    def _response(
-        self, rendered: Rendered, before: Sequence[Message], answer: Message, tools: Tools
-    ) -> list[int]:
+    def _response(self, rendered: Rendered, before: Sequence[Message], answer: Message, tools: Tools) -> list[int]:
         """The ids after the prompt, up to the first end-of-turn id, where generation would have stopped."""
         response = rendered.ids[len(rendered.prompt_ids) :]
         for index, token in enumerate(response):
@@ -128,9 +126,7 @@ class Chat:
         ends = sorted(self.end_of_turn_ids)
         raise ChatError(f"the template ends the answer with none of the end-of-turn ids {ends}")
 
-    def _count_inserted(
-        self, rendered: Rendered, before: Sequence[Message], answer: Message, tools: Tools
-    ) -> int:
+    def _count_inserted(self, rendered: Rendered, before: Sequence[Message], answer: Message, tools: Tools) -> int:
         """How many ids after the prompt are the template's own: those that two other answers get as well."""
         probes = [self._text([*before, {"role": "assistant", "content": c}], tools) for c in ("A", "B")]
         shared = count_shared(probes)
@@ -146,9 +142,7 @@ class Chat:
     def _text(self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False) -> str:
         return self._apply(messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
 
-    def _apply(
-        self, messages: Sequence[Message], tools: Tools, *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any:
+    def _apply(self, messages: Sequence[Message], tools: Tools, *, tokenize: bool, add_generation_prompt: bool) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=tokenize, add_generation_prompt=add_generation_prompt
@@ -186,9 +180,7 @@ def token_ids(encoded: Any) -> list[int]:
     if len(ids) == 1 and isinstance(ids[0], list):
         ids = ids[0]
     if not all(isinstance(i, int) for i in ids):
-        raise ValueError(
-            f"the tokenizer returned {type(encoded).__name__} with {ids[:3]!r}, expected token ids"
-        )
+        raise ValueError(f"the tokenizer returned {type(encoded).__name__} with {ids[:3]!r}, expected token ids")
     return list(ids)
 
 

@@ -34,9 +34,7 @@ def find_in_package(source: str) -> Path:
         if (Path(folder) / inside).is_file():
             return Path(folder) / inside
     there = sorted(p.name for folder in spec.submodule_search_locations for p in Path(folder).glob("*.gguf"))
-    raise ValueError(
-        f"verifier.path={source}: the package {package} has no file {inside}; its GGUF files: {there}"
-    )
+    raise ValueError(f"verifier.path={source}: the package {package} has no file {inside}; its GGUF files: {there}")
 
 
 def dequantise(gguf: Path, cache_dir: Path) -> Path:

@@ -108,9 +108,7 @@ def open_job(
             f"{spec.name}; lower it"
         )
     tokenizer = load_tokenizer(spec)
-    layers = check_capture_layers(
-        verifier.capture_layers or default_capture_layers(spec.num_layers), spec.num_layers
-    )
+    layers = check_capture_layers(verifier.capture_layers or default_capture_layers(spec.num_layers), spec.num_layers)
     engine_class = ENGINES[server.engine]
     dtype = getattr(torch, verifier.dtype)
     engine = LazyEngine(

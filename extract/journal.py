@@ -121,9 +121,7 @@ class Journal:
                     )
                 key = (record["id"], record["turn"])
                 if key in self._places:
-                    raise ValueError(
-                        f"{self.path}, line {number}: turn {key} is there twice; delete one of them"
-                    )
+                    raise ValueError(f"{self.path}, line {number}: turn {key} is there twice; delete one of them")
                 self._places[key] = self._end
                 self._end += len(line)
 

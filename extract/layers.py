@@ -26,9 +26,7 @@ def default_capture_layers(num_layers: int) -> list[int]:
 def check_capture_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The three layers, ascending; ValueError unless they are distinct and in 1 .. num_layers - 1."""
     if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in layers):
-        raise ValueError(
-            f"verifier.capture_layers: {list(layers)} are not whole numbers; {_advice(num_layers)}"
-        )
+        raise ValueError(f"verifier.capture_layers: {list(layers)} are not whole numbers; {_advice(num_layers)}")
     wrong = sorted(layer for layer in layers if not 1 <= layer <= num_layers - 1)
     if wrong:
         raise ValueError(
@@ -37,16 +35,13 @@ def check_capture_layers(layers: Sequence[int], num_layers: int) -> tuple[int, .
         )
     if len(set(layers)) != len(layers) or len(layers) != NUM_CAPTURED:
         raise ValueError(
-            f"verifier.capture_layers: {list(layers)} are not {NUM_CAPTURED} distinct layers; "
-            f"{_advice(num_layers)}"
+            f"verifier.capture_layers: {list(layers)} are not {NUM_CAPTURED} distinct layers; {_advice(num_layers)}"
         )
     return tuple(sorted(layers))
 
 
 def _advice(num_layers: int) -> str:
     if num_layers <= NUM_CAPTURED:
-        return (
-            f"a verifier of {num_layers} layers is too shallow: {NUM_CAPTURED + 1} layers are needed at least"
-        )
+        return f"a verifier of {num_layers} layers is too shallow: {NUM_CAPTURED + 1} layers are needed at least"
     example = [1, max(2, num_layers // 2), num_layers - 1]
     return f"name {NUM_CAPTURED} distinct layers from 1 to {num_layers - 1}, for example {example}"

@@ -112,11 +112,7 @@ def _parse_content(message: Message) -> str | None:
 def _join_parts(parts: list[Any], role: str) -> str:
     """The text of OpenAI content parts, joined by newlines; anything but text is refused."""
     for part in parts:
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise BadSample(f"{role} content has a part of type {kind!r}; only text is supported")
     return "\n".join(part["text"] for part in parts)

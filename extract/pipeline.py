@@ -109,9 +109,7 @@ def answer_all(
     return StageFigures(turns, tokens, reused, time.monotonic() - began), skipped
 
 
-def samples_of(
-    journal: Journal, conversations: Sequence[Conversation], *, max_len: int
-) -> Iterator[Sample | Skipped]:
+def samples_of(journal: Journal, conversations: Sequence[Conversation], *, max_len: int) -> Iterator[Sample | Skipped]:
     """The samples of all conversations, in their order, from the journal."""
     for conversation in conversations:
         turns = []

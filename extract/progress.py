@@ -29,9 +29,7 @@ class Progress:
         initial: units that an earlier run has done; they do not count for the rate.
     """
 
-    def __init__(
-        self, title: str, total: int, unit: str = "tokens", every_s: float = 10.0, initial: int = 0
-    ) -> None:
+    def __init__(self, title: str, total: int, unit: str = "tokens", every_s: float = 10.0, initial: int = 0) -> None:
         self.title, self.total, self.unit, self.every_s = title, total, unit, every_s
         self.count = self.initial = initial
         self.fields: dict[str, object] = {}
@@ -95,9 +93,7 @@ class Progress:
         parts.append(f"{_clock(elapsed_s)} gone")
         if rate > 0 and count < self.total:
             parts.append(f"{_clock((self.total - count) / rate)} left")
-        parts += [
-            f"{name} {_short(value) if isinstance(value, float) else value}" for name, value in fields.items()
-        ]
+        parts += [f"{name} {_short(value) if isinstance(value, float) else value}" for name, value in fields.items()]
         return ", ".join(parts)
 
 
@@ -117,9 +113,7 @@ def closing_table(title: str, rows: list[tuple[str, str]], next_command: str | N
     A long command is broken at spaces with backslashes, so that it can still be pasted.
     """
     console = get_console()
-    table = Table(
-        title=Text(title, overflow="fold"), title_justify="left", box=box.ROUNDED, show_header=False
-    )
+    table = Table(title=Text(title, overflow="fold"), title_justify="left", box=box.ROUNDED, show_header=False)
     table.add_column(overflow="fold", no_wrap=False, style="bold")
     table.add_column(overflow="fold", no_wrap=False)
     for name, value in rows:

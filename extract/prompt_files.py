@@ -30,9 +30,7 @@ def read_rows(source: str, *, split: str | None) -> Iterator[Row]:
         return _hub_rows(source, split)
     path = existing_file(source)
     if split is not None:
-        raise ValueError(
-            f"split={split!r} is for hf: datasets, but the prompts are the file {path}; leave split null"
-        )
+        raise ValueError(f"split={split!r} is for hf: datasets, but the prompts are the file {path}; leave split null")
     if path.suffix == ".jsonl":
         return _json_lines(path)
     if path.suffix == ".json":
@@ -116,9 +114,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 number += 1
                 yield Row(f"row {number}", without_nulls(sample))
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(
-            f"prompts file {path}, after row {number}: not readable as parquet ({error})"
-        ) from error
+        raise ValueError(f"prompts file {path}, after row {number}: not readable as parquet ({error})") from error
 
 
 def _hub_rows(source: str, split: str | None) -> Iterator[Row]:

@@ -138,9 +138,7 @@ class _Session:
                 if len(ids) < self.max_len:
                     requests.append(_Request(dialogue, dialogue.turn, ids))
                     continue
-                reason = (
-                    f"the prompt has {len(ids)} tokens and leaves no room for an answer in {self.max_len}"
-                )
+                reason = f"the prompt has {len(ids)} tokens and leaves no room for an answer in {self.max_len}"
             skipped.append(Skipped(dialogue.id, f"turn {dialogue.turn}: {reason}"))
             dialogue.give_up()
         return requests, skipped
@@ -183,9 +181,7 @@ class _Session:
         """Answers out of the journal; ValueError if they belong to another prompt, sampling or verifier."""
         records = [self.journal.get(*request.key) for request in found]
         for request, record in zip(found, records, strict=True):
-            wanted = self._record(
-                request.key, request.prompt_ids, record["response_ids"], record["finish_reason"]
-            )
+            wanted = self._record(request.key, request.prompt_ids, record["response_ids"], record["finish_reason"])
             self._check_same(wanted, record)
             request.dialogue.answered(self.chat, record["response_ids"])
         return _event(records, reused=True)

@@ -45,9 +45,7 @@ class Patience:
         self._failed_in_a_row = 0
         return results
 
-    def _alone(
-        self, call: Callable[[Sequence[Request]], Sequence[Result]], request: Request
-    ) -> Result | Failure:
+    def _alone(self, call: Callable[[Sequence[Request]], Sequence[Result]], request: Request) -> Result | Failure:
         for attempt in range(1, self.attempts + 1):
             try:
                 (result,) = _call(call, [request])

@@ -37,9 +37,7 @@ class Sample:
     turns: int
 
 
-def build_samples(
-    conversation_id: str, turns: Sequence[Turn], *, max_len: int
-) -> tuple[list[Sample], list[Skipped]]:
+def build_samples(conversation_id: str, turns: Sequence[Turn], *, max_len: int) -> tuple[list[Sample], list[Skipped]]:
     """The samples of one conversation: as many turns in one as continue each other id by id.
 
     A turn whose prompt does not begin with all ids so far (the template dropped earlier thinking, or the
@@ -62,9 +60,7 @@ def build_samples(
             continue
         # Greedy only if every turn is: acceptance length is defined on greedy responses.
         temperature = max(turn.temperature for turn in group)
-        samples.append(
-            Sample(sample_id, conversation_id, ids[:max_len], mask[:max_len], temperature, turns=len(group))
-        )
+        samples.append(Sample(sample_id, conversation_id, ids[:max_len], mask[:max_len], temperature, turns=len(group)))
     return samples, skipped
 
 

@@ -90,9 +90,7 @@ class Store:
         raw, entries = self._map(teacher_name(shard) if name in TEACHER_TENSORS else shard_name(shard))
         entry = entries[name]
         if not 0 <= start < stop <= entry.shape[0]:
-            raise ValueError(
-                f"{self.path}: tokens {start}..{stop} of shard {shard}, which has {entry.shape[0]}"
-            )
+            raise ValueError(f"{self.path}: tokens {start}..{stop} of shard {shard}, which has {entry.shape[0]}")
         offset = entry.begin + start * entry.row_items * entry.dtype.itemsize
         # frombuffer makes a storage of this slice only: sending it to another process copies no shard.
         flat = torch.frombuffer(raw, dtype=entry.dtype, count=(stop - start) * entry.row_items, offset=offset)
@@ -123,9 +121,7 @@ def open_store(path: Path, *, need_teacher: bool = False, need_complete: bool = 
     path = Path(path)
     manifest = read_manifest(path)
     if need_complete and not manifest["complete"]:
-        raise ValueError(
-            f"{path}: extraction was interrupted; run extract.py again with the same settings first"
-        )
+        raise ValueError(f"{path}: extraction was interrupted; run extract.py again with the same settings first")
     records, broken = read_lines(path / INDEX)
     faults = [f"{INDEX} has {len(broken)} unreadable line(s)"] if broken else []
     lines = [ShardLine.parse(record, path / INDEX) for record in records]

@@ -115,9 +115,7 @@ def verify(path: Path) -> Report:
     known = {line.file for line in lines} | {teacher_name(line.number) for line in lines}
     shards = path / SHARDS
     faults += [
-        f"{file} has no line in {INDEX}"
-        for file in sorted(shards.glob("*.safetensors"))
-        if file.name not in known
+        f"{file} has no line in {INDEX}" for file in sorted(shards.glob("*.safetensors")) if file.name not in known
     ]
     ids = Counter(ref.id for line in lines for ref in line.refs())
     faults += [f"sample {id} is stored {times} times" for id, times in ids.items() if times > 1]
@@ -147,9 +145,7 @@ def _teacher_faults(path: Path, lines: Sequence[ShardLine]) -> list[str]:
     if not finished:
         return []
     faults = [
-        f"{path / SHARDS / line.file}: its teacher file is missing"
-        for line in lines
-        if line.file not in finished
+        f"{path / SHARDS / line.file}: its teacher file is missing" for line in lines if line.file not in finished
     ]
     for record in finished.values():
         file = path / SHARDS / record["file"]

@@ -20,9 +20,7 @@ def read_manifest(path: Path) -> dict:
     try:
         manifest = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ValueError(
-            f"{file}: unreadable ({error}); restore it, or extract into a new directory"
-        ) from error
+        raise ValueError(f"{file}: unreadable ({error}); restore it, or extract into a new directory") from error
     check_format(manifest, file)
     if "complete" not in manifest:
         raise ValueError(f"{file}: manifest lacks complete")
@@ -39,9 +37,7 @@ def check_format(manifest: dict, source: Path) -> None:
     if missing:
         raise ValueError(f"{source}: manifest lacks {', '.join(missing)}")
     if manifest["last"] != "post_norm":
-        raise ValueError(
-            f"{source}: last is {manifest['last']!r}, must be 'post_norm' (after the final norm)"
-        )
+        raise ValueError(f"{source}: last is {manifest['last']!r}, must be 'post_norm' (after the final norm)")
     if manifest["dtype"] not in DTYPES:
         raise ValueError(f"{source}: dtype {manifest['dtype']!r}, must be one of {', '.join(DTYPES)}")
 
@@ -52,17 +48,13 @@ def agreed_manifest(path: Path, manifest: dict) -> dict:
     check_format(asked, path / MANIFEST)
     if not (path / MANIFEST).exists():
         if (path / INDEX).exists():
-            raise ValueError(
-                f"{path} has an {INDEX} but no {MANIFEST}; restore it, or choose another directory"
-            )
+            raise ValueError(f"{path} has an {INDEX} but no {MANIFEST}; restore it, or choose another directory")
         asked |= {"complete": False, "counts": {}}
         replace_file(path / MANIFEST, json.dumps(asked, indent=2).encode() + b"\n")
         sync_directory(path.parent)
         return asked
     found = read_manifest(path)
-    old, new = (
-        {key: value[key] for key in FORMAT_KEYS} | _flat(value["must_match"], "") for value in (found, asked)
-    )
+    old, new = ({key: value[key] for key in FORMAT_KEYS} | _flat(value["must_match"], "") for value in (found, asked))
     changed = [key for key in sorted(old | new) if old.get(key, "<absent>") != new.get(key, "<absent>")]
     if changed:
         rows = [f"  {key}: {old.get(key, '<absent>')!r} -> {new.get(key, '<absent>')!r}" for key in changed]

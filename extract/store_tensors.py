@@ -104,9 +104,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{path}: header of {length} bytes in a file of {size}")
         try:
             raw = json.loads(file.read(length))
-            entries = {
-                name: _entry(about, 8 + length) for name, about in raw.items() if name != "__metadata__"
-            }
+            entries = {name: _entry(about, 8 + length) for name, about in raw.items() if name != "__metadata__"}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: unreadable header ({error})") from error
     end = max((e.begin + math.prod(e.shape) * e.dtype.itemsize for e in entries.values()), default=8 + length)

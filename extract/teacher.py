@@ -106,9 +106,7 @@ def _one_shard(
 
 
 @torch.no_grad()
-def teach(
-    last: Float[Tensor, "T H"], head: Float[Tensor, "V H"]
-) -> tuple[Int32[Tensor, "T"], Float32[Tensor, "T"]]:
+def teach(last: Float[Tensor, "T H"], head: Float[Tensor, "V H"]) -> tuple[Int32[Tensor, "T"], Float32[Tensor, "T"]]:
     """argmax and log-sum-exp over the vocabulary of `last @ head.T`; of equal logits the lowest id wins."""
     best = torch.full(last.shape[:1], -torch.inf, dtype=torch.float32, device=last.device)
     top1 = torch.zeros(last.shape[:1], dtype=torch.int64, device=last.device)

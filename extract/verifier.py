@@ -255,9 +255,7 @@ def _tokenizer_files(directory: Path) -> list[Path]:
     return [path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()]
 
 
-def _no_such_tensor(
-    spec: VerifierSpec, files: dict[str, Path], what: str, names: tuple[str, ...]
-) -> ValueError:
+def _no_such_tensor(spec: VerifierSpec, files: dict[str, Path], what: str, names: tuple[str, ...]) -> ValueError:
     return ValueError(
         f"{spec.path}: no {what} among {len(files)} stored tensors (looked for one of {list(names)}, "
         f".weight; nearest: {weights.near_keys(files, names)}); nothing is ever initialised at random: "

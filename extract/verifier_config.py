@@ -81,9 +81,7 @@ def says_tied(config: PreTrainedConfig) -> bool:
     return any(bool(getattr(c, "tie_word_embeddings", False)) for c in (config, config.get_text_config()))
 
 
-def end_of_turn_ids(
-    directory: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, ...]:
+def end_of_turn_ids(directory: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every id that any of the three places names as end of sequence: they rarely agree in chat models."""
     sources = [getattr(c, "eos_token_id", None) for c in (config, config.get_text_config(), tokenizer)]
     if (directory / "generation_config.json").is_file():

@@ -39,9 +39,7 @@ def weight_files(directory: Path) -> dict[str, Path]:
     index, single = directory / INDEX, directory / SINGLE
     if index.is_file() and single.is_file():
         # transformers would read the one, servers the other
-        raise ValueError(
-            f"{directory}: holds both {SINGLE} and {INDEX}; remove the one that is not the verifier's"
-        )
+        raise ValueError(f"{directory}: holds both {SINGLE} and {INDEX}; remove the one that is not the verifier's")
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         missing = sorted({name for name in weight_map.values() if not (directory / name).is_file()})
@@ -62,23 +60,15 @@ def _keys(path: Path) -> list[str]:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except SafetensorError as error:
-        raise ValueError(
-            f"{path}: not a whole safetensors file ({error}); download the verifier again"
-        ) from error
+        raise ValueError(f"{path}: not a whole safetensors file ({error}); download the verifier again") from error
 
 
 def find_key(files: dict[str, Path], names: Sequence[str]) -> str | None:
     """The one key `<anything>.<name>.weight` of the text model's own tensors, or None; two are an error."""
     wanted = re.compile(rf"(^|\.)({'|'.join(names)})\.weight$")
-    found = [
-        key
-        for key in files
-        if wanted.search(key) and not _NOT_TEXT.search(key) and not _IN_A_LAYER.search(key)
-    ]
+    found = [key for key in files if wanted.search(key) and not _NOT_TEXT.search(key) and not _IN_A_LAYER.search(key)]
     if len(found) > 1:
-        raise ValueError(
-            f"{files[found[0]].parent}: {sorted(found)} could each be the tensor named one of {names}"
-        )
+        raise ValueError(f"{files[found[0]].parent}: {sorted(found)} could each be the tensor named one of {names}")
     return found[0] if found else None
 
 

@@ -26,8 +26,7 @@ CHATML = (
 )
 
 CHATML_DEFAULT_SYSTEM = (
-    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
-    + CHATML
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}" + CHATML
 )
 
 LLAMA3 = (

@@ -1,4 +1,4 @@
-"""tests/cases.md names, for each known fault of such tools, the test that keeps it away; here: that those tests exist."""
+"""tests/cases.md names, for each known fault of such tools, the test that keeps it away. Here: those tests exist."""
 
 import ast
 import re

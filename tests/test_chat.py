@@ -36,9 +36,7 @@ def make_chat(template, **options) -> Chat:
 
 
 def given_samples(chat: Chat, messages, *, tools=None, max_len=10_000) -> list[Sample]:
-    turns = [
-        chat.given_turn(messages[:i], m, tools) for i, m in enumerate(messages) if m["role"] == "assistant"
-    ]
+    turns = [chat.given_turn(messages[:i], m, tools) for i, m in enumerate(messages) if m["role"] == "assistant"]
     samples, skipped = build_samples("c", turns, max_len=max_len)
     assert skipped == []
     return samples
@@ -203,9 +201,7 @@ def test_ids_are_the_same_whatever_the_tokenizer_returns(form, monkeypatch):
         "tensor": torch.tensor,
         "batch of tensors": lambda ids: {"input_ids": torch.tensor([ids])},
     }
-    monkeypatch.setattr(
-        chat.tokenizer, "apply_chat_template", lambda *a, **k: forms[form](stock(*a, **k)["input_ids"])
-    )
+    monkeypatch.setattr(chat.tokenizer, "apply_chat_template", lambda *a, **k: forms[form](stock(*a, **k)["input_ids"]))
     assert chat.prompt_ids([user("hello")]) == expected
     assert len(expected) > 3 and all(type(i) is int for i in expected)
 

@@ -15,9 +15,7 @@ LAYERS = (1, 3, 6)
 
 
 def engine_of(path, *, capture_layers=LAYERS, dtype=torch.float32):
-    spec = resolve_verifier(
-        str(path), name="tiny", cache_dir=path.parent, chat_template=None, trust_remote_code=False
-    )
+    spec = resolve_verifier(str(path), name="tiny", cache_dir=path.parent, chat_template=None, trust_remote_code=False)
     return InProcessEngine(spec, capture_layers=capture_layers, dtype=dtype, device="cpu")
 
 
@@ -237,9 +235,7 @@ def test_tiny_top_p_is_greedy(engine):
     assert [answer.ids for answer in answers] == [answer.ids for answer in generate(engine, PROMPTS)]
 
 
-@pytest.mark.parametrize(
-    "change", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}]
-)
+@pytest.mark.parametrize("change", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}])
 def test_impossible_sampling_is_refused(engine, change):
     with pytest.raises(ValueError, match=next(iter(change))):
         generate(engine, PROMPTS, **change)

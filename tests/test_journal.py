@@ -110,9 +110,7 @@ def test_full_disk_leaves_none_of_the_batch_and_says_so(tmp_path, monkeypatch):
                 return getattr(self.file, name)
 
         monkeypatch.setattr(journal, "_file", Full(journal._file))
-        with pytest.raises(
-            OSError, match=r"r.jsonl: \d+ bytes could not be written .*No space left.*make room"
-        ):
+        with pytest.raises(OSError, match=r"r.jsonl: \d+ bytes could not be written .*No space left.*make room"):
             journal.append([record("b"), record("c")])
         assert path.read_bytes() == before and ("b", 0) not in journal
         monkeypatch.undo()

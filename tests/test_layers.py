@@ -28,9 +28,7 @@ def test_shallow_verifier_says_what_to_do(num_layers, reason):
         default_capture_layers(num_layers)
 
 
-@pytest.mark.parametrize(
-    "layers", [[1, 2, 5], [-1, 2, 3], [0, 1, 2], [1, 1, 2], [1, 2], [1, 2, 3, 4], [1, 2, 3.0]]
-)
+@pytest.mark.parametrize("layers", [[1, 2, 5], [-1, 2, 3], [0, 1, 2], [1, 1, 2], [1, 2], [1, 2, 3, 4], [1, 2, 3.0]])
 def test_wrong_layers_are_refused(layers):
     with pytest.raises(ValueError, match=r"verifier.capture_layers.*for example \[1, 2, 4\]"):
         check_capture_layers(layers, 5)

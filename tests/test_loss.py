@@ -58,6 +58,16 @@ def test_loss_and_gradients_equal_autograd_in_float64():
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_float64_stays_float64():
+    x = Inputs()
+    want, *want_gradients = plain(x)
+    t = x.teacher
+    x.normed, x.lm_head, x.weight = x.normed.double(), x.lm_head.double(), x.weight.double()
+    out, *gradients = x.run(teacher=Teacher(t.last.double(), t.lse.double(), t.head.double()), chunk_pairs=4)
+    for ours, theirs in zip((out.loss, *gradients), (want, *want_gradients), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_gradient_of_each_loss_equals_autograd_in_float64(name: str):
     generator = torch.Generator().manual_seed(1)

@@ -236,7 +236,7 @@ def damaged_checkpoints(folder: Path) -> None:
 
 def test_a_killed_training_goes_on_from_its_last_whole_checkpoint(interrupted_training, trained):
     run_dir, left, output = interrupted_training
-    for step, fault in ((97, "trainer.ckpt has None bytes"), (98, "model.safetensors has "), (99, "complete.json")):
+    for step, fault in ((97, "trainer.ckpt is missing"), (98, "model.safetensors has "), (99, "complete.json")):
         assert f"step-{step:06d} is no whole checkpoint ({fault}" in output[3]
     steps = json.loads((trained[0] / "summary.json").read_text())["steps"]
     assert [found[-1] for found in left] == [4, 4, 8, 8, steps]
@@ -388,8 +388,9 @@ def test_a_sweep_gives_a_run_for_each_value_and_a_table(folder, extracted):
     assert "2 jobs in multirun/train" in done.output and done.output.count("★") == 1
     rows = (sweep / "summary.csv").read_text().splitlines()
     assert len(rows) == 3 and all("finished" in row for row in rows[1:])
-    logged = [read_wandb(path) for path in sorted(sweep.glob("*/wandb/offline-run-*/run-*.wandb"))]
-    assert [run.exit_code for run in logged] == [0, 0]
+    logged = sorted(sweep.glob("*/wandb/offline-run-*/run-*.wandb"))
+    assert [read_wandb(path).exit_code for path in logged] == [0, 0]
+    assert all(sweep.name.encode() in path.read_bytes() for path in logged), "one W&B group"
 
 
 def test_a_sweep_goes_on_after_a_failed_and_a_killed_job(folder, extracted):
@@ -411,6 +412,17 @@ def test_a_sweep_goes_on_after_a_failed_and_a_killed_job(folder, extracted):
     assert "Traceback" in (sweep / "1" / "train.log").read_text()
     table = (sweep / "summary.md").read_text()
     assert table.count("| finished |") == 2 and table.count("| failed |") == 1
+
+
+def test_the_same_sweep_twice_at_once_never_shares_a_directory(folder, extracted):
+    told = settings(optimizer__epochs=1, hydra__sweep__dir="twice")
+    both = [script.wait() for script in [Script("train.py", "-m", *told, cwd=folder) for _ in range(2)]]
+    assert 0 in [done.code for done in both]
+    for done in both:
+        assert done.code == 0 or "another process is working in" in done.output
+    rows = [json.loads(line) for line in (folder / "twice" / "0" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["split"] == "train"]
+    assert steps == list(range(1, len(steps) + 1)), "one of them trained, once"
 
 
 def test_a_sweep_over_several_devices_is_refused(folder, extracted):

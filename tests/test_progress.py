@@ -42,9 +42,7 @@ def test_a_file_gets_a_line_in_time_although_one_batch_takes_long():
     lines = [line for _, line in arrived]
     assert process.returncode == 0 and 4 <= len(lines) <= 7
     assert arrived[-1][0] - arrived[0][0] > 0.5, "lines must be flushed one by one"
-    assert re.fullmatch(
-        r"capture: 25% 250/1,000 tokens, [\d.,]+ tokens/s, 0:00 gone, 0:0\d left, loss 2.346", lines[0]
-    )
+    assert re.fullmatch(r"capture: 25% 250/1,000 tokens, [\d.,]+ tokens/s, 0:00 gone, 0:0\d left, loss 2.346", lines[0])
     assert lines[-1].startswith("capture: 100% 1,000/1,000 tokens") and lines[-1].endswith("done")
     assert "left" not in lines[-1]
 
@@ -87,9 +85,7 @@ def test_a_terminal_gets_one_live_bar():
     os.close(ours)
     assert process.wait() == 0
     text = seen.decode()
-    assert (
-        "\x1b[" in text and "100%" in text and "1,000/1,000" in text and "tokens/s" in text and "left" in text
-    )
+    assert "\x1b[" in text and "100%" in text and "1,000/1,000" in text and "tokens/s" in text and "left" in text
 
 
 def test_the_table_fits_and_cuts_nothing(printed):

@@ -87,9 +87,7 @@ def test_exchanges_say_where_the_verifier_answers():
 
 def test_a_thousand_samples_without_tools_all_come_out(tmp_path, caplog):
     """C51, with the counts in the log."""
-    path = write_lines(
-        tmp_path / "p.jsonl", [{"messages": [user(f"q {i}"), answer("yes")]} for i in range(1000)]
-    )
+    path = write_lines(tmp_path / "p.jsonl", [{"messages": [user(f"q {i}"), answer("yes")]} for i in range(1000)])
     with caplog.at_level(logging.INFO):
         conversations, skipped = read(path)
         tokenizer = chat_tokenizer(CHATML)
@@ -196,9 +194,7 @@ def test_sharegpt_with_system_and_function_calls(tmp_path):
         {"from": "observation", "value": "noon"},
         {"from": "gpt", "value": "at noon"},
     ]
-    (only,), _ = read(
-        write_lines(tmp_path / "p.jsonl", [{"conversations": turns, "system": "s", "tools": "[]"}])
-    )
+    (only,), _ = read(write_lines(tmp_path / "p.jsonl", [{"conversations": turns, "system": "s", "tools": "[]"}]))
     assert [m["role"] for m in only.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert only.messages[2]["tool_calls"] == [{"name": "when", "arguments": {"x": 1}}]
     assert only.tools is None
@@ -217,9 +213,7 @@ def test_unicode_line_ends_do_not_split_records(tmp_path):
 
 def test_damaged_lines_are_named(tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_bytes(
-        b'{"prompt": "a"}\n{"prompt": \n{"prompt": "b"}\n\xff\xfe\n{"prompt": "c"}\n' + b"[" * 100_000
-    )
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": \n{"prompt": "b"}\n\xff\xfe\n{"prompt": "c"}\n' + b"[" * 100_000)
     conversations, skipped = read(path)
     assert len(conversations) == 3
     assert [s.id for s in skipped] == ["line 2", "line 4", "line 6"]

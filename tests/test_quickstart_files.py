@@ -8,9 +8,7 @@ PROMPTS = Path(__file__).parents[1] / "prompts"
 
 
 def read(name):
-    conversations, skipped = read_conversations(
-        str(PROMPTS / name), split=None, limit=None, system_prompt=None
-    )
+    conversations, skipped = read_conversations(str(PROMPTS / name), split=None, limit=None, system_prompt=None)
     assert skipped == []
     return conversations
 

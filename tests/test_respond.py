@@ -56,9 +56,7 @@ def chat():
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     path = tiny_verifier(tmp_path_factory.mktemp("verifier") / "v")
-    spec = resolve_verifier(
-        str(path), name="tiny", cache_dir=path, chat_template=None, trust_remote_code=False
-    )
+    spec = resolve_verifier(str(path), name="tiny", cache_dir=path, chat_template=None, trust_remote_code=False)
     engine = InProcessEngine(spec, capture_layers=(1, 3, 6), dtype=torch.float32, device="cpu")
     return engine, Chat(load_tokenizer(spec), spec.end_of_turn_ids, spec.vocab_size)
 
@@ -146,9 +144,7 @@ def test_windows_bound_what_is_held_and_change_no_greedy_answer(tmp_path, chat, 
     whole = run(EchoEngine(), chat, several(), tmp_path / "a.jsonl").records
     monkeypatch.setattr(respond_module, "WINDOW", 7)
     held = []
-    monkeypatch.setattr(
-        respond_module, "plan_batches", lambda r, n: held.append(len(r)) or plan_batches(r, n)
-    )
+    monkeypatch.setattr(respond_module, "plan_batches", lambda r, n: held.append(len(r)) or plan_batches(r, n))
     assert run(EchoEngine(), chat, several(), tmp_path / "b.jsonl").records == whole
     assert max(held) == 7
 
@@ -287,9 +283,7 @@ def test_one_request_that_always_fails_is_skipped_and_the_rest_is_done(tmp_path,
     conversations = several()
     bad = chat.prompt_ids(conversations[7].messages)
     outcome = run(EchoEngine(fails=lambda prompt: prompt == bad), chat, conversations, tmp_path / "r.jsonl")
-    assert [s.id for s in outcome.skipped] == ["c7"] and "failed 3 times: no answer" in outcome.skipped[
-        0
-    ].reason
+    assert [s.id for s in outcome.skipped] == ["c7"] and "failed 3 times: no answer" in outcome.skipped[0].reason
     assert len(outcome.records) == 59
 
 
@@ -308,9 +302,7 @@ def test_a_prompt_without_room_for_an_answer_is_skipped_with_its_length(tmp_path
     engine = EchoEngine()
     outcome = run(engine, chat, conversations, tmp_path / "r.jsonl", max_len=100)
     assert list(outcome.records) == [("short", 0)]
-    assert (
-        outcome.skipped[0].id == "long" and "leaves no room for an answer in 100" in outcome.skipped[0].reason
-    )
+    assert outcome.skipped[0].id == "long" and "leaves no room for an answer in 100" in outcome.skipped[0].reason
     room = 100 - len(engine.prompts[0])
     assert engine.batches[0][2] == min(6, room)
 
@@ -318,15 +310,11 @@ def test_a_prompt_without_room_for_an_answer_is_skipped_with_its_length(tmp_path
 def test_earlier_turns_stay_when_a_later_prompt_is_too_long(tmp_path, chat):
     talk = conversation("c", user("short"), user("long " * 200), user("short"))
     outcome = run(EchoEngine(), chat, [talk], tmp_path / "r.jsonl", max_len=100)
-    assert list(outcome.records) == [("c", 0)] and outcome.skipped[0].reason.startswith(
-        "turn 1: the prompt has"
-    )
+    assert list(outcome.records) == [("c", 0)] and outcome.skipped[0].reason.startswith("turn 1: the prompt has")
 
 
 def test_a_conversation_that_the_template_refuses_is_skipped(tmp_path):
-    template = (
-        "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('refused') }}{% endif %}" + TOOL_TEMPLATE
-    )
+    template = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('refused') }}{% endif %}" + TOOL_TEMPLATE
     chat = Chat(tiny_tokenizer(chat_template=template), (STOP,), 320)
     conversations = [conversation(f"c{i}", user("bad" if i == 3 else "good")) for i in range(6)]
     outcome = run(EchoEngine(), chat, conversations, tmp_path / "r.jsonl")

@@ -35,9 +35,7 @@ def test_one_request_always_fails_and_another_twice():
 
 
 def test_results_plus_failures_are_the_requests():
-    results = [
-        r for i in range(0, 40, 8) for r in Patience().run(Flaky({5: ALWAYS, 21: ALWAYS}), range(i, i + 8))
-    ]
+    results = [r for i in range(0, 40, 8) for r in Patience().run(Flaky({5: ALWAYS, 21: ALWAYS}), range(i, i + 8))]
     assert len(results) == 40 and sum(isinstance(r, Failure) for r in results) == 2
 
 
@@ -45,18 +43,14 @@ def test_broken_engine_stops_after_so_many_in_a_row():
     flaky = Flaky(dict.fromkeys(range(100), ALWAYS))
     patience = Patience(attempts=2, stop_after=5)
     patience.run(flaky, [0, 1])
-    with pytest.raises(
-        EngineError, match=r"5 requests in a row failed.*cannot do 4.*run the same command again"
-    ):
+    with pytest.raises(EngineError, match=r"5 requests in a row failed.*cannot do 4.*run the same command again"):
         patience.run(flaky, [2, 3, 4, 5, 6, 7])
     assert max(max(call) for call in flaky.calls) == 7 and [5] not in flaky.calls
 
 
 def test_a_success_between_failures_starts_the_count_again():
     flaky = Flaky(dict.fromkeys(range(0, 40, 2), ALWAYS))
-    results = [
-        r for i in range(0, 40, 4) for r in Patience(attempts=1, stop_after=2).run(flaky, range(i, i + 4))
-    ]
+    results = [r for i in range(0, 40, 4) for r in Patience(attempts=1, stop_after=2).run(flaky, range(i, i + 4))]
     assert sum(isinstance(r, Failure) for r in results) == 20
 
 

@@ -11,9 +11,7 @@ from extract.prompts import Skipped
 
 def test_an_answer_of_one_token_at_the_start():
     """C46: a supervised span that starts and ends at token 0 does not run into later user tokens."""
-    samples, _ = build_samples(
-        "c", [Turn([], [9], "stop", 0.0), Turn([9, 5, 6], [7], "stop", 0.0)], max_len=99
-    )
+    samples, _ = build_samples("c", [Turn([], [9], "stop", 0.0), Turn([9, 5, 6], [7], "stop", 0.0)], max_len=99)
     assert [(s.input_ids, s.loss_mask) for s in samples] == [([9, 5, 6, 7], [1, 0, 0, 1])]
 
 
@@ -33,9 +31,7 @@ def test_a_sample_without_supervised_token_is_skipped_and_counted():
     turns = [Turn(list(range(500)), [1] * 5, "stop", 0.0)]
     samples, skipped = build_samples("long", turns, max_len=256)
     assert samples == []
-    assert skipped == [
-        Skipped("long#0", "no assistant token among the first 256 tokens (the prompt has 500)")
-    ]
+    assert skipped == [Skipped("long#0", "no assistant token among the first 256 tokens (the prompt has 500)")]
     assert build_samples("long", turns, max_len=501)[0][0].loss_mask == [0] * 500 + [1]
 
 

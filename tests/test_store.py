@@ -79,9 +79,7 @@ def test_views_of_one_padded_batch_are_stored_at_their_true_length(tmp_path):
     lengths = [3, 17, 9]
     batch = torch.randn(3, 17, len(LAYERS) * HIDDEN + HIDDEN).bfloat16()
     what = [
-        StoredSample(
-            f"s{i}", "c", 0.0, [1] * n, [1] * n, batch[i, :n, : len(LAYERS) * HIDDEN], batch[i, :n, -HIDDEN:]
-        )
+        StoredSample(f"s{i}", "c", 0.0, [1] * n, [1] * n, batch[i, :n, : len(LAYERS) * HIDDEN], batch[i, :n, -HIDDEN:])
         for i, n in enumerate(lengths)
     ]
     write_store(tmp_path, what, shard_bytes=1 << 20)

@@ -70,9 +70,7 @@ def test_a_missing_shard_and_one_without_a_line(tmp_path):
     write_store(tmp_path, WHAT, shard_bytes=SHARD_BYTES)
     shards = tmp_path / "shards"
     (shards / "00000.safetensors").replace(shards / "00077.safetensors")
-    assert {"is missing", "has no line in index.jsonl"} <= {
-        f.split(" ", 1)[1] for f in verify(tmp_path).faults
-    }
+    assert {"is missing", "has no line in index.jsonl"} <= {f.split(" ", 1)[1] for f in verify(tmp_path).faults}
     write_store(tmp_path, WHAT, shard_bytes=SHARD_BYTES)
     assert_holds(open_store(tmp_path), WHAT)
     assert (shards / "00077.safetensors.bad").exists() and (shards / "00078.safetensors").exists()
@@ -171,9 +169,7 @@ def test_file_size_limit(tmp_path):
 
 
 def test_full_tmpfs(tmp_path):
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "none", tmp_path], capture_output=True
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", tmp_path], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting is not permitted here; the other tests of full disks need no mount")
     try:

@@ -71,11 +71,7 @@ def test_kill_9_at_every_step_of_writing_loses_nothing_acknowledged(tmp_path):
         path = tmp_path / f"killed{event}"
         if not write_and_die(path, event):
             break
-        acked = (
-            set(path.with_suffix(".acked").read_text().split())
-            if path.with_suffix(".acked").exists()
-            else set()
-        )
+        acked = set(path.with_suffix(".acked").read_text().split()) if path.with_suffix(".acked").exists() else set()
         with create_or_resume(path, manifest(), shard_bytes=SHARD_BYTES) as writer:
             assert acked <= writer.done
             assert writer.done in [set(itertools.chain(*per_shard[:n])) for n in range(len(per_shard) + 1)]

@@ -31,9 +31,7 @@ def run(path, weights: torch.Tensor, chunk_tokens: int = 4) -> list:
 def test_any_vocabulary_block_gives_the_same_answer(vocab, block, tokens, seed):
     generator = torch.Generator().manual_seed(seed)
     last = torch.randint(-2, 3, (tokens, 4), generator=generator).float()
-    weights = torch.randint(
-        -2, 3, (vocab, 4), generator=generator
-    ).float()  # small integers: many equal logits
+    weights = torch.randint(-2, 3, (vocab, 4), generator=generator).float()  # small integers: many equal logits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extract.teacher, "VOCAB_BLOCK", block)
         top1, lse = teach(last, weights)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from torch import Tensor
 
+from eagle3.loss import Teacher, head_and_loss
 from eagle3.metrics import acceptance_length, rates
 from eagle3.supervision import Supervision, supervise
 from eagle3.ttt import add_noise, unroll
@@ -91,6 +92,34 @@ def run(case: Case, batch: dict[str, Tensor], aux: Tensor) -> tuple[Supervision,
     plan = supervise(*small, case.drafter.t2d, case.recipe.ttt_steps)
     flat = [x.flatten(0, 1) for x in (aux, batch["input_ids"], batch["position"])]
     return plan, unroll(case.drafter, *flat, batch["document"], plan.rows, plan.index)
+
+
+def test_gradients_equal_finite_differences_in_float64():
+    """Along a random direction of aux and of every weight."""
+    case = make_case([[7, 4], [9]], ttt_steps=3, seed=6, fc_norm=True, norm_output=True)
+    drafter, batch = case.drafter.double(), case.batch
+    aux = batch["aux"].double().requires_grad_()
+    teacher = Teacher(batch["last"].double().flatten(0, 1), batch["lse"].double().flatten(), case.teacher_head.double())
+
+    def loss() -> Tensor:
+        plan, states = run(case, batch, aux)
+        weight = 0.8 ** torch.arange(3, dtype=torch.float64) / batch["supervised_total"]
+        weight = plan.supervised * weight[:, None]
+        return head_and_loss(
+            drafter.norm(states), drafter.lm_head.weight, teacher, plan.index, plan.active, weight
+        ).loss
+
+    loss().backward()
+    for name, leaf in {"aux": aux, **dict(drafter.named_parameters())}.items():
+        assert leaf.grad is not None, name
+        direction = torch.randn(leaf.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        ends = []
+        for step in (1e-5, -2e-5, 1e-5):  # there, to the other side, and back
+            with torch.no_grad():
+                leaf.add_(step * direction)
+                ends.append(loss().item())
+        slope = (ends[0] - ends[1]) / 2e-5
+        assert slope == pytest.approx(float((leaf.grad * direction).sum()), rel=1e-5, abs=1e-8), name
 
 
 def all_written(case: Case) -> Case:

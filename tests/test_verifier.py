@@ -45,9 +45,7 @@ def resolve(path, **changes):
 
 def rename_keys(directory: Path, rename) -> None:
     file = directory / "model.safetensors"
-    save_file(
-        {rename(key): tensor for key, tensor in load_file(file).items()}, file, metadata={"format": "pt"}
-    )
+    save_file({rename(key): tensor for key, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
 def drop_key(directory: Path, dropped: str) -> None:
@@ -121,9 +119,7 @@ def test_untied_without_stored_head_is_refused(tmp_path):
     path = tiny_verifier(tmp_path / "v")
     edit_json(path / "config.json", tie_word_embeddings=False)
     spec = resolve(path)
-    with pytest.raises(
-        ValueError, match=r"no output head \(tie_word_embeddings is false\).*nearest: .*embed_tokens"
-    ):
+    with pytest.raises(ValueError, match=r"no output head \(tie_word_embeddings is false\).*nearest: .*embed_tokens"):
         load_head(spec)
     with pytest.raises(ValueError, match=r"lack \['lm_head.weight'\].*stay random"):
         load_model(spec, dtype=torch.float32, device="cpu")
@@ -138,9 +134,7 @@ def test_tied_flag_beside_another_stored_head_takes_the_stored_head(tmp_path):
     assert torch.equal(load_head(spec), model.get_output_embeddings().weight)
 
 
-@pytest.mark.parametrize(
-    "prefix", ["model.language_model.", "language_model.model.", "backbone.", "transformer."]
-)
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "backbone.", "transformer."])
 @pytest.mark.parametrize("name", ["embed_tokens", "embeddings", "wte", "word_embeddings"])
 def test_renamed_embedding_is_found(tmp_path, prefix, name):
     path = tiny_verifier(tmp_path / "v")
@@ -258,9 +252,7 @@ def test_hub_id_that_cannot_be_had_names_both_places_looked_at(monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr("extract.verifier.snapshot_download", offline)
-    with pytest.raises(
-        ValueError, match=r"no directory .*/org/model, and the hub did not give it either \(no network"
-    ):
+    with pytest.raises(ValueError, match=r"no directory .*/org/model, and the hub did not give it either \(no network"):
         resolve("org/model")
 
 

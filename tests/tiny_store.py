@@ -57,7 +57,11 @@ def assert_holds(store: Store, what: Sequence[StoredSample]) -> None:
     refs = {ref.id: ref for ref in store.samples}
     for one in what:
         ref, found = refs[one.id], store.read(refs[one.id], ("aux", "last", "input_ids", "loss_mask"))
-        assert (ref.conversation, ref.temperature, ref.tokens) == (one.conversation, one.temperature, len(one.input_ids))
+        assert (ref.conversation, ref.temperature, ref.tokens) == (
+            one.conversation,
+            one.temperature,
+            len(one.input_ids),
+        )
         assert ref.supervised == sum(one.loss_mask)
         assert found["input_ids"].tolist() == list(one.input_ids)
         assert found["loss_mask"].tolist() == list(one.loss_mask)

@@ -77,8 +77,7 @@ class InProcessEngine:
             return []
         if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
             raise ValueError(
-                f"max_new_tokens={max_new_tokens} must be >= 1, temperature={temperature} >= 0, "
-                f"top_p={top_p} in (0, 1]"
+                f"max_new_tokens={max_new_tokens} must be >= 1, temperature={temperature} >= 0, top_p={top_p} in (0, 1]"
             )
         self._check_prompts(batch)
         ids, mask = self._padded(batch, left=True)

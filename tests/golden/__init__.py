@@ -1,1 +1,1 @@
-"""Fixtures computed by an independent implementation, and the runner that holds ours to them: `python -m tests.golden`."""
+"""Fixtures of an independent implementation, and the runner that holds ours to them: `python -m tests.golden`."""

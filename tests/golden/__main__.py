@@ -41,9 +41,7 @@ def load(path: Path) -> Fixture:
             group, name = key.split(".", 1)
             groups[group][name.replace("layers.0.", "midlayer.")] = file.get_tensor(key)
         metadata = file.metadata()
-    return Fixture(
-        groups["w"], groups["b"], groups["g"], json.loads(metadata["case"]), json.loads(metadata["metrics"])
-    )
+    return Fixture(groups["w"], groups["b"], groups["g"], json.loads(metadata["case"]), json.loads(metadata["metrics"]))
 
 
 def drafter_of(fixture: Fixture) -> Eagle3Drafter:
