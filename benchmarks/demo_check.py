@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from rich import box, get_console
 from rich.table import Table
 
+from benchmarks.record import write_result
 from eagle3.app import launch
 from eagle3.config import Config
 from eagle3.controls import Compared, bigram_table, compare, control_counts
@@ -31,7 +32,6 @@ from extract.store import open_store
 from extract.verifier import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES = "demo_check.json"
 
 
 def check(config: Config, run_dir: Path) -> None:
@@ -60,7 +60,7 @@ def check(config: Config, run_dir: Path) -> None:
         for key, name in (("bigram", "bigram table"), ("permuted", "permuted states"))
     ]
     show(compared)
-    (work / FIGURES).write_text(json.dumps({c.name: figures(c) for c in compared}, indent=2))
+    write_result("demo_check", [figures(c) for c in compared])
     lost = [c.name for c in compared if not c.beaten]
     if lost:
         raise ValueError(f"the drafter does not beat: {', '.join(lost)} (the interval touches 0)")
@@ -88,9 +88,10 @@ def show(compared: list[Compared]) -> None:
     get_console().print(table)
 
 
-def figures(c: Compared) -> dict[str, float]:
+def figures(c: Compared) -> dict[str, float | str]:
     difference = c.difference
     return {
+        "control": c.name,
         "accept_len": c.accept_len,
         "ours": c.ours,
         "difference": difference.value,

@@ -42,11 +42,13 @@ def measure(stage: str, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    started_in = Path.cwd()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         (work / "prompts").symlink_to(ROOT / "prompts")
         os.chdir(work)
         rows = [measure(stage, work) for stage in STAGES]
+        os.chdir(started_in)
     path = write_result("quickstart", rows)
     table = Table("stage", "seconds", "peak GiB", box=box.SIMPLE)
     for row in rows:

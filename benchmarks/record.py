@@ -10,15 +10,18 @@ from typing import Any
 from eagle3.runlog import provenance
 
 RESULTS = Path(__file__).parent / "results"
+"""Results that the README shows, in git."""
+FRESH = Path("outputs/benchmarks")
+"""Where a measurement writes; `python -m benchmarks.figures` takes it over into RESULTS."""
 
 
 def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> Path:
-    """benchmarks/results/NAME.json with the command, git state, versions, device, `facts` and `rows`."""
+    """outputs/benchmarks/NAME.json with the command, git state, versions, device, `facts` and `rows`."""
     seen = provenance()
     command = " ".join(["python", "-m", f"benchmarks.{name}", *map(shlex.quote, sys.argv[1:])])
     kept = {key: seen[key] for key in ("git_sha", "git_dirty", "versions", "device", "started")}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    FRESH.mkdir(parents=True, exist_ok=True)
+    path = FRESH / f"{name}.json"
     path.write_text(json.dumps({"command": command, **kept, **facts, "rows": list(rows)}, indent=2) + "\n")
     return path
 

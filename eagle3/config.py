@@ -199,7 +199,7 @@ def from_values(values: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
 
 
-def _plain(node: DictConfig | ListConfig, prefix: str, problems: list[str], choices: Mapping[str, str]) -> Any:
+def _plain(node: Any, prefix: str, problems: list[str], choices: Mapping[str, str]) -> Any:
     """Plain containers with interpolations resolved; what cannot be resolved is collected under its full key."""
     out: dict[Any, Any] = {}
     keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node)

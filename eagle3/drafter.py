@@ -36,7 +36,7 @@ class DrafterShape:
     capture_layers: tuple[int, ...]
     rms_norm_eps: float
     rope_parameters: dict[str, Any]
-    """New-style RoPE description (`rope_theta`, `rope_type`, scaling): the one place for training, export and decoding."""
+    """New-style RoPE (`rope_theta`, `rope_type`, scaling): the one place for training, export and decoding."""
     max_position_embeddings: int
     fc_norm: bool = False
     """EAGLE-3.1: one RMSNorm per captured layer before `fc`."""

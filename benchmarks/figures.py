@@ -1,0 +1,69 @@
+"""README figures from benchmarks/results/*.json.
+
+`python -m benchmarks.figures` takes over what was measured here (outputs/benchmarks) and renders the README anew.
+"""
+
+import re
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import FRESH, RESULTS, read_result
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def quickstart() -> str:
+    result = read_result("quickstart")
+    rows = {row["stage"]: row for row in result["rows"]}
+    extract, train, judged = rows["extract"], rows["train"], rows["evaluate"]
+    lines = [
+        f"| stage of `make demo` | seconds | peak GiB | result |\n|---|---|---|---|\n"
+        f"| extract | {extract['seconds']:.0f} | {extract['peak_gib']:.1f} | {extract['tokens']:,} tokens captured, "
+        f"{extract['supervised']:,} written by the verifier |\n"
+        f"| train | {train['seconds']:.0f} | {train['peak_gib']:.1f} | validation accept_len {train['accept_len']:.3f} |\n"
+        f"| evaluate | {judged['seconds']:.0f} | {judged['peak_gib']:.1f} | acceptance length "
+        f"**{judged['accept_len']:.3f}** ({judged['accept_len_low']:.3f} to {judged['accept_len_high']:.3f}) |\n"
+        f"| all | {sum(row['seconds'] for row in result['rows']):.0f} | "
+        f"{max(row['peak_gib'] for row in result['rows']):.1f} | |"
+    ]
+    return "\n".join(lines) + f"\n\nOn {result['device']}; `{result['command']}` measures it again."
+
+
+def demo_check() -> str:
+    result = read_result("demo_check")
+    lines = ["| control | its acceptance length | ours | ours minus its, 95 % over prompts |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        interval = f"{row['difference']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        lines.append(f"| {row['control']} | {row['accept_len']:.3f} | {row['ours']:.3f} | {interval} |")
+    return "\n".join(lines)
+
+
+def extraction() -> str:
+    rows: list[dict[str, Any]] = read_result("extraction")["rows"]
+    ours = statistics.median(row["capture_tokens_per_s"] for row in rows)
+    bare = statistics.median(row["bare_tokens_per_s"] for row in rows)
+    return (
+        f"Capture into a store runs at {ours:,.0f} tokens/s, a bare transformers forward over the same batches at "
+        f"{bare:,.0f}: {ours / bare:.2f} of the limit."
+    )
+
+
+BLOCKS = {"quickstart": quickstart, "demo_check": demo_check, "extraction": extraction}
+
+
+def rendered(text: str) -> str:
+    """`text` with every figures block made anew; KeyError for a block that nothing makes."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- figures:{name} -->\n{BLOCKS[name]()}\n<!-- /figures -->"
+
+    return re.sub(r"<!-- figures:(\w+) -->\n.*?<!-- /figures -->", block, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for measured in sorted(FRESH.glob("*.json")):
+        shutil.copy(measured, RESULTS / measured.name)
+    README.write_text(rendered(README.read_text()))
