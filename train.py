@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from eagle3.app import command, is_sweep, launch, rank, require_alone, run_log, tracked_run
 from eagle3.charts import draw
-from eagle3.checkpoints import checkpoints
+from eagle3.checkpoints import BEST, checkpoints, publish
 from eagle3.config import Config, from_values
 from eagle3.fit import fit
 from eagle3.outcome import show_summary, summary_of
@@ -35,14 +35,17 @@ def train(config: Config, run_dir: Path) -> float | None:
     show_plan(plan)
     if config.dry_run:
         return None
-    with tracked_run(config, run_dir, "train", {"store": plan.store_sha256}) as run:
+    intact = (run_dir / BEST).exists()
+    with tracked_run(config, run_dir, "train", {"store": plan.store_sha256}, intact=intact) as run:
         reused = run.state == "finished"
         if not reused:
             tracked = work(config, plan, run)
             if rank() > 0:
                 return None
+            last = checkpoints(run.path)[-1]
+            publish(run.path, last.best_step)  # again: an earlier attempt may have died after its last checkpoint
             charts = draw([run.path], run.path / "charts")
-            run.finish(summary_of(plan, checkpoints(run.path)[-1], run.path, charts, tracked))
+            run.finish(summary_of(plan, last, run.path, charts, tracked))
         summary = run.summary()
         show_summary(summary, reused=reused, next_command=command("evaluate.py"))
         return summary["accept_len"]

@@ -1,6 +1,7 @@
 """What a training needs before its first step: data, vocabulary, network. Everything that can be checked is, here."""
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from eagle3.supervision import row_counts
 from eagle3.vocab import DraftVocab, build_vocab
 from extract.store import Store, open_store
 from extract.verifier import VerifierSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,24 @@ def prepare_data(
     )
     of_train, of_val = (count_rows(split, row_counts, vocab.t2d, ttt_steps) for split in (train, val))
     return TrainingData(train, val, of_train, of_val, vocab)
+
+
+LARGE_STATES = 500.0
+"""Root mean square of a captured layer above which its fusion without a norm tends to diverge (fc_norm bounds it)."""
+
+
+def state_rms(data: PackedStore, layers: int) -> list[float]:
+    """Root mean square of each captured layer over the tokens of one packed row."""
+    batch = data.read([0], ("aux",))
+    aux = batch["aux"][batch["document"] >= 0].float().unflatten(-1, (layers, -1))
+    return aux.square().mean((0, 2)).sqrt().tolist()
+
+
+def warn_of_large_states(rms: Sequence[float], shape: DrafterShape) -> None:
+    """Some verifiers' residual streams grow so large that the fused state explodes: say so before it trains."""
+    if max(rms) > LARGE_STATES and not shape.fc_norm:
+        told = ", ".join(f"layer {layer}: {value:,.0f}" for layer, value in zip(shape.capture_layers, rms, strict=True))
+        log.warning("captured states are large (root mean square %s); drafter=eagle31 norms them before fusion", told)
 
 
 def shape_of(settings: DrafterSettings, spec: VerifierSpec, capture_layers: tuple[int, ...]) -> DrafterShape:

@@ -72,6 +72,15 @@ def _fault(path: Path) -> str | None:
     return None
 
 
+def publish(run_dir: Path, best_step: int) -> None:
+    """Makes drafter/ the best checkpoint's drafter: a link is switched, so that it is never missing or mixed."""
+    best = run_dir / "checkpoints" / f"step-{best_step:06d}"
+    link, fresh = run_dir / BEST, run_dir / f"{BEST}.tmp"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(best.relative_to(run_dir), target_is_directory=True)
+    fresh.replace(link)
+
+
 class Checkpoints(pl.Callback):
     """Saves after every validation. It must come after `Record` in the list of callbacks, whose figures it reads."""
 
@@ -83,7 +92,7 @@ class Checkpoints(pl.Callback):
         self.origin = origin
         if start:
             # A crash may lie between saving a checkpoint and publishing it as the best.
-            self._publish_best()
+            publish(self.run_dir, self.best_step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         step = self.record.start_step + trainer.global_step
@@ -99,7 +108,7 @@ class Checkpoints(pl.Callback):
         trainer.save_checkpoint(temporary / TRAINER_STATE)  # a collective: every rank calls it
         if trainer.is_global_zero:
             self._complete(temporary, final, step, accept_len)
-            self._publish_best()
+            publish(self.run_dir, self.best_step)
             self._prune()
 
     def _complete(self, temporary: Path, final: Path, step: int, accept_len: float) -> None:
@@ -118,14 +127,6 @@ class Checkpoints(pl.Callback):
         shutil.rmtree(final, ignore_errors=True)
         temporary.replace(final)
         _fsync(final.parent)
-
-    def _publish_best(self) -> None:
-        """Makes drafter/ the best checkpoint's drafter: a link is switched, so that it is never missing or mixed."""
-        best = self.run_dir / "checkpoints" / f"step-{self.best_step:06d}"
-        link, fresh = self.run_dir / BEST, self.run_dir / f"{BEST}.tmp"
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(best.relative_to(self.run_dir), target_is_directory=True)
-        fresh.replace(link)
 
     def _prune(self) -> None:
         keep = {c.step for c in checkpoints(self.run_dir)[-KEEP:]} | {self.best_step}

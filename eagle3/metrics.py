@@ -68,9 +68,10 @@ def rates(sums: Float[Tensor, "S K"], decay: float) -> dict[str, float]:
 
 
 def _in_unit(name: str, value: float) -> float:
-    # alpha is a sum of D float32 products and may exceed 1 by rounding.
-    assert math.isnan(value) or -1e-3 <= value <= 1 + 1e-3, f"{name} = {value} is no rate"
-    return min(max(value, 0.0), 1.0) if not math.isnan(value) else value
+    # alpha is a sum of D float32 products and may exceed 1 by rounding; the others are ratios of counts.
+    slack = 1e-3 if name.startswith("alpha") else 0.0
+    assert math.isnan(value) or -slack <= value <= 1 + slack, f"{name} = {value} is no rate"
+    return value if math.isnan(value) else min(max(value, 0.0), 1.0)
 
 
 def replay(right: Bool[Tensor, "K R"], starts: Bool[Tensor, "R"]) -> list[tuple[int, list[int]]]:

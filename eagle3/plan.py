@@ -14,7 +14,9 @@ from eagle3.build import (
     open_checked,
     prepare_data,
     shape_of,
+    state_rms,
     warm_start_vocab,
+    warn_of_large_states,
 )
 from eagle3.config import Config, Hardware, Optimizer
 from eagle3.config import Drafter as DrafterSettings
@@ -84,6 +86,7 @@ def plan_training(config: Config) -> TrainingPlan:
         row_tokens=config.extraction.max_len, overlong=config.data.overlong,
         val_fraction=config.data.val_fraction, seed=config.seed, ttt_steps=config.drafter.ttt_steps,
     )  # fmt: skip
+    warn_of_large_states(state_rms(data.train, len(shape.capture_layers)), shape)
     head = load_head(spec)
     drafter = build_drafter(shape, data.vocab, load_embedding(spec), head, init_from=init_from, seed=config.seed)
     rows_per_step = config.optimizer.batch_tokens // config.extraction.max_len

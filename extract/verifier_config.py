@@ -73,7 +73,9 @@ def text_sizes(config: PreTrainedConfig, directory: Path) -> dict:
 def _rope_parameters(config: PreTrainedConfig) -> dict:
     """New-style RoPE of the text model (transformers translates the old); full attention's, if several."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    return dict(rope["full_attention"]) if "full_attention" in rope else rope
+    rope = dict(rope["full_attention"]) if "full_attention" in rope else rope
+    rope.pop("type", None)  # the old spelling of rope_type, which transformers has read already
+    return rope
 
 
 def says_tied(config: PreTrainedConfig) -> bool:

@@ -143,6 +143,22 @@ def test_micro_batches_give_the_update_and_the_metrics_of_one_batch(micro_batche
     assert not torch.equal(want["fc.weight"], make_case(LENGTHS, padding=1, seed=8).drafter.fc.weight)
 
 
+def test_training_adds_noise_to_aux_alone_by_seed_step_and_row():
+    def seen(**recipe: Any) -> list[Tensor]:
+        case = with_recipe(make_case([[6], [6]], seed=8), **recipe)
+        taken: list[Tensor] = []
+        case.drafter.fc.register_forward_pre_hook(lambda _, given: taken.append(given[0].detach().clone()))
+        train(case.module(), steps_of(case.batch, 2))
+        return [aux - case.batch["aux"].flatten(0, 1) for aux in taken]
+
+    first, second = seen(noise_std=0.05, seed=1)
+    assert 0.04 < float(first.abs().max()) <= 0.0501
+    assert not torch.allclose(first, second) and not torch.allclose(first[:6], first[6:])
+    assert torch.equal(seen(noise_std=0.05, seed=1)[0], first)
+    assert not torch.allclose(seen(noise_std=0.05, seed=2)[0], first)
+    assert not seen(noise_std=0.0)[0].any()
+
+
 def test_validation_sums_over_micro_batches():
     case = make_case(LENGTHS, padding=2, seed=8)
     case = with_recipe(case, noise_std=0.5)  # not in validation

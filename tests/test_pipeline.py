@@ -211,7 +211,7 @@ def interrupted_training(folder, trained):
     for target, number, when in (
         ("eagle3.record:Record._emit_train", 6, "after"),  # mid-epoch, two steps after the checkpoint at 4
         ("eagle3.checkpoints:Checkpoints._complete", 1, "before"),  # files are there, nothing says they are whole
-        ("eagle3.checkpoints:Checkpoints._publish_best", 2, "before"),  # checkpoint 8 is there, the link is older
+        ("eagle3.checkpoints:publish", 2, "before"),  # checkpoint 8 is there, the link is older
         ("eagle3.checkpoints:_fsync", 5, "after"),  # checkpoint 12 is whole, but has no name yet
         ("eagle3.charts:draw", 1, "before"),  # trained, and not finished
     ):
@@ -330,6 +330,19 @@ def test_dry_run_plans_and_writes_no_result(folder, trained):
     assert not (folder / "dry" / "run.json").exists()
 
 
+@pytest.mark.parametrize("lost", ["drafter", "checkpoints"])
+def test_a_finished_training_without_its_drafter_is_not_finished(folder, trained, lost):
+    run_dir = folder / f"lost-{lost}"
+    told = settings(optimizer__epochs=1, hydra__run__dir=run_dir.name)
+    succeed("train.py", *told, cwd=folder)
+    weights = (run_dir / "drafter" / "model.safetensors").read_bytes()
+    (run_dir / lost).rename(folder / f"{lost}.away")
+    done = succeed("train.py", *told, cwd=folder)
+    assert "(reused)" not in done.output
+    assert ("train: 100%" in done.output) == (lost == "checkpoints"), "only what is lost is made again"
+    assert (run_dir / "drafter" / "model.safetensors").read_bytes() == weights
+
+
 # Obeyed
 
 
@@ -367,6 +380,7 @@ def test_in_a_file_a_line_appears_within_ten_seconds_and_a_second_run_is_refused
         wait_for(lambda: "respond: 0% 0/" in slow.output(), 15 - (time.monotonic() - began))
     finally:
         slow.kill()
+    assert "0 of them in the journal" in succeed("extract.py", *told, cwd=folder).output, "the dead hold no lock"
 
 
 def wait_for(condition, seconds):
