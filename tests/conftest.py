@@ -3,6 +3,8 @@
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
+pytest_plugins = ["whole_job"]
+
 settings.register_profile("project", deadline=None, max_examples=25)
 settings.load_profile("project")
 CHECKED = ("drafter", "ttt", "loss", "supervision", "metrics", "vocab", "decode", "replayed")

@@ -93,7 +93,7 @@ def _main(script: str, arguments: list[str], options: dict[str, Any]) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"} | options["env"]
     torch.set_num_threads(1)
     os.chdir(options["cwd"])
-    sys.argv = [script, *arguments]
+    sys.argv = [str(ROOT / script), *arguments]
     sys.path[0] = str(ROOT)
     if options["die"]:
         _arm(*options["die"])

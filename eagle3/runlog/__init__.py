@@ -26,8 +26,6 @@ from eagle3.runlog.mirrors import (
     Guarded,
     Mirror,
     TensorBoardMirror,
-    WandbMirror,
-    check_wandb_ready,
     writable_dir,
 )
 from eagle3.runlog.provenance import git_state, provenance
@@ -50,6 +48,14 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+
+def check_wandb_ready(mode: str) -> None:
+    """Raises ValueError before anything is loaded if `mode` online lacks a key or a server that answers."""
+    if mode == "online":
+        from eagle3.runlog.wandb_mirror import check_online
+
+        check_online()
 
 
 class RunLog:
@@ -78,7 +84,7 @@ class RunLog:
 
     def where(self) -> str | None:
         """The W&B link or the command that uploads the offline run; None without W&B."""
-        return next((m.mirror.where() for m in self.mirrors if isinstance(m.mirror, WandbMirror)), None)
+        return next((where for m in self.mirrors if (where := m.mirror.where())), None)
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +106,7 @@ class RunLog:
         self.ledger.close()
         reconciler = Reconciler(self.ledger, {} if stopped_early else self._expected)
         # W&B last: a gap found anywhere else still marks its run as failed; a finished run cannot be marked.
-        for mirror in sorted(self.mirrors, key=lambda m: isinstance(m.mirror, WandbMirror)):
+        for mirror in sorted(self.mirrors, key=lambda m: m.name == "wandb"):
             mirror.close(ok=not (stopped_early or reconciler.gaps or mirror.failures))
             reconciler.compare(mirror)
         self.report = reconciler.finish(self.ledger.path.parent)
@@ -171,6 +177,8 @@ def open_runlog(
         if tensorboard:
             mirrors.append(TensorBoardMirror(run_dir / "tensorboard", attempt))
         if mode != "local":
+            from eagle3.runlog.wandb_mirror import WandbMirror
+
             shown = {**config, "attempt": attempt, "provenance": provenance()}
             wandb_mirror = WandbMirror(
                 run_dir,

@@ -1,0 +1,132 @@
+"""The W&B mirror. Imported only where W&B is asked for: `tracking=local` needs neither the package nor its start-up."""
+
+import enum
+import logging
+import math
+import netrc
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlparse
+
+import httpx
+import wandb
+
+from eagle3.runlog.ledger import Row
+from eagle3.runlog.mirrors import Held, writable_dir
+from eagle3.runlog.wandb_log import read_wandb
+
+log = logging.getLogger(__name__)
+
+EXIT_RECORD_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 600.0
+
+
+class WandbMirror:
+    """One W&B run, held by its own handle: two jobs of a sweep in one process are two finished runs.
+
+    Rows carry our step as a value, never as `step=`, which W&B drops when it falls (wandb issues 9449, 5913).
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        mode: Literal["offline", "online"],
+        project: str,
+        entity: str | None,
+        group: str,
+        name: str,
+        job_type: str,
+        tags: Sequence[str],
+        config: Mapping[str, object],
+    ) -> None:
+        settings = wandb.Settings(
+            silent=True, console="off", finish_timeout=FINISH_TIMEOUT_S, finish_timeout_raises=True
+        )
+        try:
+            self.run = wandb.init(
+                id=secrets.token_hex(4),  # said here, or WANDB_RUN_ID would make one run of a whole sweep
+                reinit="create_new",
+                mode=mode,
+                dir=str(writable_dir(directory)),
+                project=project,
+                entity=entity,
+                group=group,
+                name=name,
+                job_type=job_type,
+                tags=list(tags),
+                config=plain(config),
+                settings=settings,
+            )
+        except wandb.Error as err:
+            raise ValueError(f"W&B cannot start in mode {mode}: {err}; tracking=offline needs no network") from err
+        self.log_file = Path(self.run.settings.sync_file)
+        if not self.log_file.is_relative_to(directory.absolute()):
+            self.run.finish(exit_code=1)
+            raise ValueError(f"W&B writes to {self.log_file}, not below {directory.absolute()}; check WANDB_DIR")
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def where(self) -> str:
+        """The link of an online run, or the command that uploads an offline one."""
+        return self.run.url or f"wandb sync {os.path.relpath(self.log_file.parent)}"
+
+    def emit(self, row: Row) -> None:
+        self.run.log({"step": row.step, **row.flat()})
+
+    def close(self, ok: bool) -> None:
+        self.run.finish(exit_code=0 if ok else 1)
+
+    def held(self) -> Held:
+        history = read_wandb(self.log_file, timeout_s=EXIT_RECORD_TIMEOUT_S)
+        if history.exit_code is None:
+            raise RuntimeError(f"{self.log_file} has no exit record after {EXIT_RECORD_TIMEOUT_S:.0f} s")
+        held = Held()
+        for row in history.rows:
+            names = [name for name in row if name != "step"]
+            held[names[0].split("/", 1)[0] if names else "", int(row["step"]), len(names)] += 1
+        return held
+
+
+def check_online(timeout_s: float = 10.0) -> None:
+    """Raises ValueError if there is no key for the W&B server, or no server that answers."""
+    base_url = wandb.setup().settings.base_url  # environment and settings files included
+    host = urlparse(base_url).hostname or base_url
+    if not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or _netrc_has(host)):
+        raise ValueError(f"tracking=online finds no W&B key for {host}: run `wandb login`, or use tracking=offline")
+    try:
+        httpx.get(base_url, timeout=timeout_s)
+    except httpx.HTTPError as err:
+        raise ValueError(f"tracking=online cannot reach {base_url} ({err}); use tracking=offline") from err
+
+
+def _netrc_has(host: str) -> bool:
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return path.exists() and netrc.netrc(path).authenticators(host) is not None
+    except netrc.NetrcParseError as err:
+        raise ValueError(f"{path} cannot be read: {err}") from err
+
+
+def plain(value: Any, key: str = "config") -> Any:
+    """Nested dicts, lists and scalars only: W&B shows anything else as one blob of text, or refuses it."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value, key)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, f"{key}.{k}") for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = value if isinstance(value, list | tuple) else sorted(value, key=str)
+        return [plain(item, f"{key}[{i}]") for i, item in enumerate(items)]
+    log.warning("%s is a %s; W&B gets its text", key, type(value).__name__)
+    return str(value)
