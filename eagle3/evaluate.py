@@ -36,7 +36,7 @@ class Settings:
     bootstrap: int
     """Resamples of the prompts."""
     seed: int
-    baseline_prompts: int = 4
+    baseline_prompts: int = 2
     """Prompts that are also decoded plainly at batch 1, for tokens/s at the same concurrency."""
 
 

@@ -25,7 +25,7 @@ def lines() -> dict[str, str]:
 
 
 @cache
-def tests_of(path: str) -> frozenset[str]:
+def defined_in(path: str) -> frozenset[str]:
     tree = ast.parse((ROOT / path).read_text())
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
@@ -41,4 +41,4 @@ def test_every_line_names_tests_that_exist_or_says_why_not():
         assert named or text.startswith("cannot occur: "), case
         for name in named:
             path, test = name.split("::")
-            assert test in tests_of(path), f"{case}: {name} does not exist"
+            assert test in defined_in(path), f"{case}: {name} does not exist"
