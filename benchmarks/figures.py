@@ -22,7 +22,7 @@ def quickstart() -> str:
         f"| stage of `make demo` | seconds | peak GiB | result |\n|---|---|---|---|\n"
         f"| extract | {extract['seconds']:.0f} | {extract['peak_gib']:.1f} | {extract['tokens']:,} tokens captured, "
         f"{extract['supervised']:,} written by the verifier |\n"
-        f"| train | {train['seconds']:.0f} | {train['peak_gib']:.1f} | accept_len {train['accept_len']:.3f} held out |\n"
+        f"| train | {train['seconds']:.0f} | {train['peak_gib']:.1f} | accept_len {train['accept_len']:.3f} |\n"
         f"| evaluate | {judged['seconds']:.0f} | {judged['peak_gib']:.1f} | acceptance length "
         f"**{judged['accept_len']:.3f}** ({judged['accept_len_low']:.3f} to {judged['accept_len_high']:.3f}) |\n"
         f"| all | {sum(row['seconds'] for row in result['rows']):.0f} | "

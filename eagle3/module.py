@@ -116,7 +116,7 @@ class DrafterModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         groups = parameter_groups(self.drafter, self.recipe.weight_decay)
-        return torch.optim.AdamW(groups, lr=self.recipe.lr, betas=self.recipe.betas, eps=self.recipe.eps)
+        return torch.optim.AdamW(groups, lr=self.recipe.lr, betas=self.recipe.betas, eps=self.recipe.eps, fused=True)
 
     def learning_rate(self, step: int) -> float:
         r = self.recipe

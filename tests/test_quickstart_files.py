@@ -22,7 +22,7 @@ def test_the_quickstart_sets():
     assert [c.id for c in train] == [f"qs-{i:03d}" for i in range(1, 161)]
     assert [c.id for c in held_out] == [f"qe-{i:02d}" for i in range(1, 25)]
     several = [len(c.exchanges()) for c in train if len(c.exchanges()) > 1]
-    assert len(several) == 20 and max(several) == 3
+    assert len(several) == 10 and max(several) == 3
     assert sum(c.messages[0]["role"] == "system" for c in train) == 4
     turns = user_turns(train) + user_turns(held_out)
     assert len({t.casefold() for t in turns}) == len(turns), "a question stands twice, or in both sets"
