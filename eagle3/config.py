@@ -156,12 +156,6 @@ class Config:
                 f"optimizer.batch_tokens={self.optimizer.batch_tokens} is no multiple of "
                 f"extraction.max_len={self.extraction.max_len}, the length of a packed row; use {low}"
             )
-        rows = self.optimizer.batch_tokens // self.extraction.max_len
-        if rows % self.hardware.devices:
-            raise ValueError(
-                f"optimizer.batch_tokens={self.optimizer.batch_tokens} are {rows} packed rows, which do not divide "
-                f"over hardware.devices={self.hardware.devices}"
-            )
         if self.evaluation.max_new_tokens >= self.extraction.max_len:
             raise ValueError(
                 f"evaluation.max_new_tokens={self.evaluation.max_new_tokens} leaves no room for a prompt in "

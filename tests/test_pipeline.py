@@ -164,7 +164,11 @@ def test_samples_are_as_long_as_the_config_says(folder, extracted, max_len):
     longest = max(ref.tokens for ref in open_store(folder / "store").samples)
     assert longest > 64
     told = settings(
-        store=f"len-{max_len}", extraction__max_len=max_len, extraction__max_new_tokens=20, optimizer__batch_tokens=640
+        store=f"len-{max_len}",
+        extraction__max_len=max_len,
+        extraction__max_new_tokens=20,
+        evaluation__max_new_tokens=20,
+        optimizer__batch_tokens=640,
     )
     succeed("extract.py", *told, cwd=folder)
     assert max(ref.tokens for ref in open_store(folder / f"len-{max_len}").samples) == max_len

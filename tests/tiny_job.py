@@ -46,6 +46,7 @@ SETTINGS = {
     "tracking.tensorboard": "false",
     "name": "tiny",
     "store": "store",
+    "hardware.precision": "32-true",
 }
 
 
