@@ -62,7 +62,7 @@ def work(config: Config, job: Job, run: RunDir) -> dict[str, object]:
             plan = plan_capture(job.samples(journal), "look at the prompts and the chat template")
             require_supervision(len(plan.ids), [*unanswered, *plan.skipped])
             needed = plan.tokens * job.token_bytes
-            show_capture_plan(job.store, plan, job.tokenizer, needed=needed, layers=job.capture_layers)
+            show_capture_plan(job.store, plan, unanswered, job.tokenizer, needed=needed, layers=job.capture_layers)
             samples = (s for s in job.samples(journal) if isinstance(s, Sample))
             stages["capture"] = capture_all(
                 job.engine, samples, writer, total_tokens=plan.tokens, batch_tokens=settings.capture_tokens,

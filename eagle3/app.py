@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def run_log(
         project=tracking.project,
         entity=tracking.entity,
         group=group,
-        name=",".join(overrides) or run.path.name,
+        name=_run_name(overrides) or run.path.name,
         job_type=stage,
         tags=[*tracking.tags, config.name, config.verifier.name],
         config=as_dict(config),
@@ -126,4 +126,15 @@ def require_alone(key: str) -> None:
 def command(script: str, *keys: str) -> str:
     """The command line for the next stage of this very config, with what the user overrode."""
     overrides = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("resume", "dry_run")]
-    return " ".join(["python", script, *overrides, *keys])
+    executable = Path(sys.executable)
+    own = executable.is_relative_to(Path.cwd()) and "VIRTUAL_ENV" not in os.environ
+    return " ".join([str(executable.relative_to(Path.cwd())) if own else "python", script, *overrides, *keys])
+
+
+def _run_name(overrides: Sequence[str]) -> str:
+    """lr=3e-4,epochs=2: the last part of each key, and of each path; W&B takes 128 characters."""
+    short = [
+        f"{key.split('.')[-1]}={value.rstrip('/').split('/')[-1]}"
+        for key, _, value in (o.partition("=") for o in overrides)
+    ]
+    return ",".join(short)[:128]

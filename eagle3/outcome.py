@@ -7,7 +7,7 @@ from typing import Any
 from eagle3.checkpoints import BEST, Checkpoint
 from eagle3.plan import TrainingPlan
 from eagle3.runlog import read_ledger
-from extract.progress import closing_table
+from extract.progress import closing_table, shown_path
 
 
 def summary_of(
@@ -38,12 +38,12 @@ def summary_of(
 def show_summary(summary: dict[str, Any], *, reused: bool, next_command: str) -> None:
     steps = range(len([name for name in summary if name.startswith("acc_") and name[4:].isdigit()]))
     rows = [
-        ("drafter", summary["drafter_dir"]),
+        ("drafter", shown_path(summary["drafter_dir"])),
         ("val/accept_len", f"{summary['accept_len']:.3f} at step {summary['best_step']:,} of {summary['steps']:,}"),
         ("val/acc", ", ".join(f"step {k}: {summary[f'acc_{k}']:.1%}" for k in steps)),
         ("loss", f"train {summary['train_loss']:.3f}, validation {summary['val_loss']:.3f}"),
         ("speed", f"{summary['tokens_per_s']:,.0f} tokens/s"),
-        *(("chart", chart) for chart in summary["charts"]),
+        *(("chart", shown_path(chart)) for chart in summary["charts"]),
     ]
     if summary["tracked"]:
         rows.append(("W&B", summary["tracked"]))

@@ -229,4 +229,4 @@ def teach_all(
                 reused += event.tokens
             else:
                 tokens += event.tokens
-    return StageFigures(1 if tokens else 0, tokens, reused, time.monotonic() - began)
+    return StageFigures(tokens, tokens, reused, time.monotonic() - began)

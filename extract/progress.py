@@ -8,6 +8,7 @@ single batch takes longer than that.
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 
 from rich import box, get_console
@@ -105,6 +106,12 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def shown_path(path: Path | str) -> str:
+    """A path as people would type it: relative where it lies below the working directory."""
+    absolute = Path(path).absolute()
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(path)
 
 
 def closing_table(title: str, rows: list[tuple[str, str]], next_command: str | None) -> None:

@@ -1,5 +1,6 @@
 """What extract.py shows: the plan before the work, one sample with its mask, and the closing table."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from extract.chat import mask_preview
 from extract.pipeline import CapturePlan, StageFigures
 from extract.progress import closing_table
+from extract.prompts import Skipped
 from extract.store_space import free_bytes, size_text
 
 
@@ -27,12 +29,18 @@ def show_prompts_plan(store: Path, *, conversations: int, skipped: int, turns: i
 
 
 def show_capture_plan(
-    store: Path, plan: CapturePlan, tokenizer: PreTrainedTokenizerBase, *, needed: int, layers: tuple[int, ...]
+    store: Path,
+    plan: CapturePlan,
+    unanswered: Sequence[Skipped],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    needed: int,
+    layers: tuple[int, ...],
 ) -> None:
     """Before the capture: exact counts, and one sample in colour."""
     samples = f"{len(plan.ids):,} of {plan.conversations:,} conversations"
-    if plan.skipped:
-        samples += f"; {len(plan.skipped):,} left out, first {plan.skipped[0].id}: {plan.skipped[0].reason}"
+    if left_out := [*unanswered, *plan.skipped]:
+        samples += f"; {len(left_out):,} left out, first {left_out[0].id}: {left_out[0].reason}"
     closing_table(
         "Capture",
         [
@@ -45,8 +53,9 @@ def show_capture_plan(
         None,
     )
     console = get_console()
-    text = mask_preview(plan.preview, tokenizer, max_tokens=160)
-    title = f"sample {plan.preview.id}: green is supervised"
+    plain = console.color_system is None
+    text = mask_preview(plan.preview, tokenizer, max_tokens=160, brackets=plain)
+    title = f"sample {plan.preview.id}: {'⟦ ⟧' if plain else 'green'} is supervised"
     console.print(Panel(text, title=title, title_align="left"), width=min(80, console.width))
 
 

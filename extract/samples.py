@@ -92,8 +92,13 @@ def require_supervision(num_samples: int, skipped: Sequence[Skipped]) -> None:
         )
 
 
-def mask_preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int = 400) -> Text:
-    """A sample's text: green where supervised, else dim; tokens beyond `max_tokens` are only counted."""
+def mask_preview(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int = 400, brackets: bool = False
+) -> Text:
+    """A sample's text: green where supervised, else dim; tokens beyond `max_tokens` are only counted.
+
+    `brackets` puts ⟦ ⟧ around what is supervised, for output without colour.
+    """
     preview = Text()
     shown = min(len(sample.input_ids), max_tokens)
     start = 0
@@ -103,7 +108,9 @@ def mask_preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, max_toke
         run = tokenizer.decode(
             sample.input_ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        preview.append(str(run), style="bold green" if sample.loss_mask[start] else "dim")
+        supervised = bool(sample.loss_mask[start])
+        text = f"⟦{run}⟧" if brackets and supervised else str(run)
+        preview.append(text, style="bold green" if supervised else "dim")
         start = stop
     if shown < len(sample.input_ids):
         preview.append(f" ... and {len(sample.input_ids) - shown} more tokens", style="italic")

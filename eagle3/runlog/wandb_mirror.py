@@ -65,6 +65,7 @@ class WandbMirror:
             )
         except wandb.Error as err:
             raise ValueError(f"W&B cannot start in mode {mode}: {err}; tracking=offline needs no network") from err
+        self.offline = mode == "offline"
         self.log_file = Path(self.run.settings.sync_file)
         if not self.log_file.is_relative_to(directory.absolute()):
             self.run.finish(exit_code=1)
@@ -72,9 +73,11 @@ class WandbMirror:
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
-    def where(self) -> str:
+    def where(self) -> str | None:
         """The link of an online run, or the command that uploads an offline one."""
-        return self.run.url or f"wandb sync {os.path.relpath(self.log_file.parent)}"
+        if self.offline:  # asking an offline run for its link prints a warning
+            return f"wandb sync {os.path.relpath(self.log_file.parent)}"
+        return self.run.url
 
     def emit(self, row: Row) -> None:
         self.run.log({"step": row.step, **row.flat()})
