@@ -11,7 +11,6 @@ agrees with its files is passed over by name. A full disk while saving leaves th
 
 import json
 import logging
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytorch_lightning as pl
 from eagle3.drafter_config import Origin
 from eagle3.export import save_drafter
 from eagle3.record import Record
+from extract.durable import sync
 
 log = logging.getLogger(__name__)
 
@@ -122,22 +122,14 @@ class Checkpoints(pl.Callback):
         }  # fmt: skip
         (temporary / COMPLETE).write_text(json.dumps(facts, indent=2))
         for file in temporary.iterdir():
-            _fsync(file)
-        _fsync(temporary)
+            sync(file)
+        sync(temporary)
         shutil.rmtree(final, ignore_errors=True)
         temporary.replace(final)
-        _fsync(final.parent)
+        sync(final.parent)
 
     def _prune(self) -> None:
         keep = {c.step for c in checkpoints(self.run_dir)[-KEEP:]} | {self.best_step}
         for checkpoint in checkpoints(self.run_dir):
             if checkpoint.step not in keep:
                 shutil.rmtree(checkpoint.path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,6 @@ spelling, and loading here is strict: what is missing, unknown, of another shape
 """
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from torch import Tensor
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.drafter_config import Origin, config_of, read_config, shape_of
 from eagle3.vocab import DraftVocab
-from extract.store_tensors import sync_directory
+from extract.durable import sync
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -51,8 +50,8 @@ def save_drafter(
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
         for name in (CONFIG, WEIGHTS):
-            _sync_file(fresh / name)
-        sync_directory(fresh)
+            sync(fresh / name)
+        sync(fresh)
         _replace(fresh, directory)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -192,13 +191,5 @@ def _replace(fresh: Path, directory: Path) -> None:
         shutil.rmtree(backup, ignore_errors=True)
         directory.rename(backup)
     fresh.rename(directory)
-    sync_directory(directory.parent)
+    sync(directory.parent)
     shutil.rmtree(backup, ignore_errors=True)
-
-
-def _sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from eagle3.bootstrap import Interval, pooled
 from eagle3.drafter_config import Origin
+from extract.durable import replace_file
 from extract.progress import closing_table
-from extract.store_format import replace_file
 from extract.verifier import VerifierSpec
 
 log = logging.getLogger(__name__)

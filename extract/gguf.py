@@ -3,7 +3,6 @@
 import fcntl
 import importlib.util
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from extract.durable import sync
 from extract.quiet import quiet_loading
 from extract.weights import file_fingerprint
 
@@ -59,7 +59,7 @@ def dequantise(gguf: Path, cache_dir: Path) -> Path:
             _write_directory(gguf, partial)
         _sync_tree(partial)
         partial.rename(target)
-        _sync(cache_dir)
+        sync(cache_dir)
     return target
 
 
@@ -89,13 +89,5 @@ def _write_directory(gguf: Path, directory: Path) -> None:
 
 def _sync_tree(directory: Path) -> None:
     for path in directory.rglob("*"):
-        _sync(path)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync(path)
+    sync(directory)

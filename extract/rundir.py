@@ -11,13 +11,14 @@ work goes on, and another config is refused instead of mixed in.
 
 import fcntl
 import json
-import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
+
+from extract.durable import replace_file
 
 State = Literal["new", "unfinished", "finished"]
 VOLATILE = ("tracking", "resume", "dry_run", "name", "cache_dir", "drafter_dir")
@@ -157,9 +158,4 @@ def _locked(path: Path) -> Iterator[IO[str]]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        json.dump(content, file, indent=2, sort_keys=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_file(path, json.dumps(content, indent=2).encode() + b"\n")

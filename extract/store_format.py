@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from extract.store_tensors import sync_directory
+from extract.durable import replace_file, sync
 
 log = logging.getLogger(__name__)
 
@@ -95,17 +95,6 @@ def teacher_name(number: int) -> str:
     return f"{number:05d}.teacher.safetensors"
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file atomically: readers and a crash see the old content or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
-
-
 def append_line(path: Path, record: dict) -> None:
     """Append one JSON line and fsync it; if that fails nothing of the line stays behind."""
     line = json.dumps(record).encode() + b"\n"
@@ -120,7 +109,7 @@ def append_line(path: Path, record: dict) -> None:
             os.ftruncate(file.fileno(), before)
             raise
     if is_new:
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
 def read_lines(path: Path) -> tuple[list[dict], list[bytes]]:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from extract.store_format import DTYPES, INDEX, MANIFEST, replace_file
-from extract.store_tensors import sync_directory
+from extract.durable import replace_file, sync
+from extract.store_format import DTYPES, INDEX, MANIFEST
 
 SCHEMA = 1
 FORMAT_KEYS = ("last", "dtype", "capture_layers", "hidden_size")
@@ -51,7 +51,7 @@ def agreed_manifest(path: Path, manifest: dict) -> dict:
             raise ValueError(f"{path} has an {INDEX} but no {MANIFEST}; restore it, or choose another directory")
         asked |= {"complete": False, "counts": {}}
         replace_file(path / MANIFEST, json.dumps(asked, indent=2).encode() + b"\n")
-        sync_directory(path.parent)
+        sync(path.parent)
         return asked
     found = read_manifest(path)
     old, new = ({key: value[key] for key in FORMAT_KEYS} | _flat(value["must_match"], "") for value in (found, asked))

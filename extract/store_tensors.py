@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from extract.durable import sync
+
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses longer headers."""
 _CODES = {
@@ -67,7 +69,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Sequence[Tensor]]) -> tuple[
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
     return num_bytes, digest.hexdigest()
 
 
@@ -123,12 +125,3 @@ def _entry(about: dict, data_begin: int) -> Entry:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from extract.durable import replace_file, sync
 from extract.store_check import check_shard, next_number
 from extract.store_format import (
     DTYPES,
@@ -28,14 +29,13 @@ from extract.store_format import (
     append_line,
     locked,
     repair_lines,
-    replace_file,
     replace_lines,
     shard_name,
     teacher_name,
 )
 from extract.store_manifest import agreed_manifest
 from extract.store_space import StoreFull, told_when_full
-from extract.store_tensors import sync_directory, write_tensors
+from extract.store_tensors import write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class StoreWriter:
                 file.replace(file.with_name(file.name + ".bad"))
                 if file.name not in faults:
                     self.set_aside.append(f"{file} has no line in {INDEX}")
-        sync_directory(self.path / SHARDS)
+        sync(self.path / SHARDS)
         for fault in self.set_aside:
             log.warning("%s; set aside, its samples will be made again", fault)
         if self.set_aside and self.manifest["complete"]:

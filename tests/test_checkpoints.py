@@ -105,7 +105,7 @@ def test_names_hold_the_step_alone_and_no_directory_is_left_over(save):
 
 def test_a_crash_at_any_moment_of_a_save_leaves_the_former_checkpoint_the_newest(save, monkeypatch):
     save(1, 1.5)
-    whole = module._fsync
+    whole = module.sync
     left = []
     for crash in range(1, 8):
         calls = []
@@ -116,7 +116,7 @@ def test_a_crash_at_any_moment_of_a_save_leaves_the_former_checkpoint_the_newest
                 raise OSError("power cut")
             whole(path)
 
-        monkeypatch.setattr(module, "_fsync", failing)
+        monkeypatch.setattr(module, "sync", failing)
         try:
             save(2, 1.6)
             left.append("saved")

@@ -83,7 +83,7 @@ def interrupted_training(folder, trained):
         ("eagle3.record:Record._emit_train", 6, "after"),  # mid-epoch, two steps after the checkpoint at 4
         ("eagle3.checkpoints:Checkpoints._complete", 1, "before"),  # files are there, nothing says they are whole
         ("eagle3.checkpoints:publish", 2, "before"),  # checkpoint 8 is there, the link is older
-        ("eagle3.checkpoints:_fsync", 5, "after"),  # checkpoint 12 is whole, but has no name yet
+        ("eagle3.checkpoints:sync", 5, "after"),  # checkpoint 12 is whole, but has no name yet
         ("eagle3.charts:draw", 1, "before"),  # trained, and not finished
     ):
         output.append(killed("train.py", *told, cwd=folder, die=(target, number, when)).output)

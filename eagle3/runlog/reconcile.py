@@ -1,7 +1,6 @@
 """The end of a run: expected, emitted, on-disk and mirrored rows must agree, or the process fails."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from eagle3.runlog.ledger import MARKER, Ledger, Row, read_rows
 from eagle3.runlog.mirrors import Guarded, Held
+from extract.durable import replace_file
 
 REPORT_NAME = "reconcile.json"
 SHOWN_STEPS = 8
@@ -32,12 +32,7 @@ class Report:
     gaps: list[str] = field(default_factory=list)
 
     def write(self, run_dir: Path) -> None:
-        temporary = run_dir / f"{REPORT_NAME}.tmp"
-        with temporary.open("w") as file:
-            json.dump(asdict(self), file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(run_dir / REPORT_NAME)
+        replace_file(run_dir / REPORT_NAME, json.dumps(asdict(self), indent=2).encode() + b"\n")
 
 
 class Reconciler:
