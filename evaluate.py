@@ -5,7 +5,6 @@ python evaluate.py drafter_dir=DIR                  any drafter of the same veri
 python evaluate.py evaluation.prompts=FILE          other prompts
 """
 
-import hashlib
 from pathlib import Path
 
 import hydra
@@ -21,9 +20,10 @@ from eagle3.report import Report, show_report, warn_of
 from eagle3.runlog import Declared, check_wandb_ready
 from extract.chat import Chat
 from extract.job import open_verifier
-from extract.progress import Progress
-from extract.prompts import read_conversations
+from extract.progress import Progress, closing_table
+from extract.prompts import read_conversations, source_sha256
 from extract.store import open_store
+from extract.store_tensors import sha256_of
 from extract.verifier import VerifierSpec, load_model, load_tokenizer
 
 FIGURES = frozenset({"accept_len", "accept_len_low", "accept_len_high", "accept_len_replayed", "prompts", "tokens",
@@ -33,12 +33,20 @@ DECLARED = {"eval": Declared(names=FIGURES, integer=frozenset({"prompts", "token
 
 def judge(config: Config, run_dir: Path) -> float | None:
     check_wandb_ready(config.tracking.mode)
-    drafter_dir = find_drafter(Path(config.drafter_dir))
-    weights = hashlib.sha256((drafter_dir / "model.safetensors").read_bytes()).hexdigest()
+    # Resolved: a training that goes on switches the link to a better drafter at any moment.
+    drafter_dir = find_drafter(Path(config.drafter_dir)).resolve()
     spec = open_verifier(config.verifier, Path(config.cache_dir))
+    inputs = {
+        "drafter": sha256_of(drafter_dir / "model.safetensors"),
+        "prompts": source_sha256(config.evaluation.prompts),
+        "verifier": spec.sha256,
+        "chat template": spec.chat_template_sha256,
+    }
     if config.dry_run:
+        prompts = f"{config.evaluation.prompts}, at most {config.evaluation.max_new_tokens} tokens each"
+        closing_table("Plan", [("drafter", str(drafter_dir)), ("verifier", spec.name), ("prompts", prompts)], None)
         return None
-    with tracked_run(config, run_dir, "evaluate", {"drafter": weights}) as run:
+    with tracked_run(config, run_dir, "evaluate", inputs) as run:
         reused = run.state == "finished"
         if not reused:
             report = measure(config, spec, drafter_dir)

@@ -59,7 +59,8 @@ def work(config: Config, job: Job, run: RunDir) -> dict[str, object]:
                 verifier_sha256=job.spec.sha256, max_len=settings.max_len, concurrency=settings.concurrency,
                 keep_given=job.keep_given,
             )  # fmt: skip
-            plan = plan_capture(job.samples(journal), "look at the prompts and the chat template")
+            why = f"the first left out is {unanswered[0].id}: {unanswered[0].reason}; " if unanswered else ""
+            plan = plan_capture(job.samples(journal), f"{why}look at the prompts and the chat template")
             require_supervision(len(plan.ids), [*unanswered, *plan.skipped])
             needed = plan.tokens * job.token_bytes
             show_capture_plan(job.store, plan, unanswered, job.tokenizer, needed=needed, layers=job.capture_layers)

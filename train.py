@@ -11,7 +11,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from eagle3.app import command, is_sweep, launch, rank, require_alone, run_log, tracked_run
+from eagle3.app import command, is_sweep, launch, prepare_machine, rank, require_alone, run_log, tracked_run
 from eagle3.charts import draw
 from eagle3.checkpoints import BEST, checkpoints, publish
 from eagle3.config import Config, from_values
@@ -20,14 +20,16 @@ from eagle3.outcome import show_summary, summary_of
 from eagle3.plan import TrainingPlan, plan_training, show_plan
 from eagle3.record import declared
 from eagle3.runlog import check_wandb_ready
+from extract.progress import shown_path
 from extract.rundir import RunDir, saved_config
 
 
 def train(config: Config, run_dir: Path) -> float | None:
     if config.resume:
         require_alone("resume")
-        run_dir = Path(config.resume)
+        run_dir = Path(config.resume).absolute()
         config = from_values(saved_config(run_dir))
+        prepare_machine(config.hardware)
     check_wandb_ready(config.tracking.mode)
     if config.hardware.devices > 1 and is_sweep():
         raise ValueError("a sweep (-m) trains on one device a job; set hardware.devices=1 or launch single runs")
@@ -36,7 +38,7 @@ def train(config: Config, run_dir: Path) -> float | None:
     if config.dry_run:
         return None
     intact = (run_dir / BEST).exists()
-    with tracked_run(config, run_dir, "train", {"store": plan.store_sha256}, intact=intact) as run:
+    with tracked_run(config, run_dir, "train", plan.inputs, intact=intact) as run:
         reused = run.state == "finished"
         if not reused:
             tracked = work(config, plan, run)
@@ -47,8 +49,14 @@ def train(config: Config, run_dir: Path) -> float | None:
             charts = draw([run.path], run.path / "charts")
             run.finish(summary_of(plan, last, run.path, charts, tracked))
         summary = run.summary()
-        show_summary(summary, reused=reused, next_command=command("evaluate.py"))
+        show_summary(summary, reused=reused, next_command=command("evaluate.py", *other_drafter(config, run)))
         return summary["accept_len"]
+
+
+def other_drafter(config: Config, run: RunDir) -> list[str]:
+    """The key that evaluate.py needs where the run does not lie where its config says: a sweep, a directory given."""
+    drafter = run.path / BEST
+    return [] if drafter.absolute() == Path(config.drafter_dir).absolute() else [f"drafter_dir={shown_path(drafter)}"]
 
 
 def work(config: Config, plan: TrainingPlan, run: RunDir) -> str | None:

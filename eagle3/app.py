@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -9,16 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich import get_console
 from rich.text import Text
 
-from eagle3.config import Config, as_dict, typed
+from eagle3.config import IDENTITY, Config, as_dict, typed
 from eagle3.runlog import Declared, RunLog, SilentRunLog, open_runlog, provenance
 from extract.config import Hardware
+from extract.engines import EngineError
 from extract.rundir import RunDir, join_run, open_run
+from extract.store_space import FULL
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +32,8 @@ Stage = Callable[[Config, Path], float | None]
 def launch(raw: DictConfig, stage: Stage) -> float | None:
     """Run a stage on a composed config, in Hydra's output directory; its return value is the sweep's objective.
 
-    A ValueError is the user's to mend: it is shown without a traceback, which lies in the run directory. In a sweep
-    it is raised, so that the other jobs go on and Hydra knows of the failure.
+    A ValueError, a full disk and an engine that gave up are the user's to mend: they are shown without a traceback,
+    which lies in the run directory. In a sweep they are raised, so that the other jobs go on and Hydra knows of them.
     """
     hydra = HydraConfig.get()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -38,19 +42,25 @@ def launch(raw: DictConfig, stage: Stage) -> float | None:
         get_console().quiet = True
     try:
         config = typed(raw, hydra.runtime.choices)
-        _prepare_machine(config.hardware)
+        prepare_machine(config.hardware)
         return stage(config, Path(hydra.runtime.output_dir))
-    except ValueError as error:
-        if is_sweep():
+    except KeyboardInterrupt:
+        get_console().print(Text(f"{hydra.job.name}: interrupted; the same command goes on from here", style="red"))
+        raise SystemExit(130) from None
+    except (ValueError, EngineError, OSError) as error:
+        full = isinstance(error, OSError) and error.errno in FULL
+        if is_sweep() or (isinstance(error, OSError) and not full):
             raise
-        get_console().print(Text(f"{hydra.job.name}: {error}", style="red"), soft_wrap=True)
+        remedy = "; nothing finished is lost: make room and run the same command again" if full else ""
+        get_console().print(Text(f"{hydra.job.name}: {error}{remedy}", style="red"), soft_wrap=True)
         trace = Path(hydra.runtime.output_dir) / "traceback.txt"
         if trace.exists():
             get_console().print(Text(f"traceback: {trace}", style="dim"), soft_wrap=True)
         raise SystemExit(1) from None
 
 
-def _prepare_machine(hardware: Hardware) -> None:
+def prepare_machine(hardware: Hardware) -> None:
+    """Environment, threads and messages, before the first use of the device."""
     os.environ.update(hardware.env)
     if hardware.threads is not None:
         torch.set_num_threads(hardware.threads)
@@ -71,7 +81,8 @@ def tracked_run(
     if rank() > 0:
         yield join_run(path)
         return
-    with open_run(path, stage, as_dict(config), inputs, provenance(), intact=intact) as run:
+    told = as_dict(config)
+    with open_run(path, stage, told, inputs, provenance(), intact=intact, depends_on=IDENTITY[stage]) as run:
         yield run
 
 
@@ -85,7 +96,7 @@ def run_log(
 ) -> RunLog | SilentRunLog:
     """Ledger and mirrors of this attempt, named so that runs can be told apart and compared in W&B."""
     hydra = HydraConfig.get()
-    overrides = [o for o in hydra.overrides.task if not o.startswith(("experiment=", "tracking"))]
+    overrides = [o for o in _overrides() if not o.startswith(("experiment=", "tracking"))]
     group = Path(hydra.sweep.dir).name if is_sweep() else config.name
     tracking = config.tracking
     return open_runlog(
@@ -125,10 +136,22 @@ def require_alone(key: str) -> None:
 
 def command(script: str, *keys: str) -> str:
     """The command line for the next stage of this very config, with what the user overrode."""
-    overrides = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("resume", "dry_run")]
+    said = {key.split("=")[0] for key in (*keys, "dry_run=true")}
+    overrides = [o for o in _overrides() if o.split("=")[0] not in said]
     executable = Path(sys.executable)
     own = executable.is_relative_to(Path.cwd()) and "VIRTUAL_ENV" not in os.environ
-    return " ".join([str(executable.relative_to(Path.cwd())) if own else "python", script, *overrides, *keys])
+    return " ".join([str(executable.relative_to(Path.cwd())) if own else "python", script,
+                     *map(shlex.quote, (*overrides, *keys))])  # fmt: skip
+
+
+def _overrides() -> list[str]:
+    """What the user set; of a run that is resumed, what was set when it began."""
+    told = list(HydraConfig.get().overrides.task)
+    resumed = [o.partition("=")[2].strip("'\"") for o in told if o.startswith("resume=")]
+    saved = Path(resumed[0]) / ".hydra" / "overrides.yaml" if resumed else None
+    if saved is not None:
+        told = list(yaml.safe_load(saved.read_text())) if saved.exists() else []
+    return [o for o in told if not o.startswith("resume=")]
 
 
 def _run_name(overrides: Sequence[str]) -> str:

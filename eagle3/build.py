@@ -14,7 +14,7 @@ from eagle3.config import Drafter as DrafterSettings
 from eagle3.data import PackedStore, RowCounts, count_rows
 from eagle3.drafter import DrafterShape, Eagle3Drafter, initialise
 from eagle3.export import load_drafter, read_vocab
-from eagle3.rows import count_tokens, plan_rows, split_conversations
+from eagle3.rows import count_tokens, plan_rows, require_greedy, split_conversations
 from eagle3.supervision import row_counts
 from eagle3.vocab import DraftVocab, build_vocab
 from extract.store import Store, open_store
@@ -32,8 +32,8 @@ class TrainingData:
     vocab: DraftVocab
 
 
-def open_checked(path: Path, spec: VerifierSpec) -> Store:
-    """A finished store that was made with this very verifier.
+def open_checked(path: Path, spec: VerifierSpec, capture_layers: Sequence[int] | None = None) -> Store:
+    """A finished store that was made with this very verifier and chat template, and with these layers, if any are told.
 
     Raises:
         ValueError: naming what differs, or the stage that is not finished.
@@ -44,6 +44,13 @@ def open_checked(path: Path, spec: VerifierSpec) -> Store:
         raise ValueError(
             f"{path} was made with verifier {made_with['name']} ({made_with['sha256'][:12]}), not with "
             f"{spec.name} at {spec.path} ({spec.sha256[:12]}); give the store's verifier, or another store"
+        )
+    if made_with["chat_template_sha256"] != spec.chat_template_sha256:
+        raise ValueError(f"{path} was made with another chat template; give the same verifier.chat_template as then")
+    if capture_layers is not None and sorted(capture_layers) != store.manifest["capture_layers"]:
+        raise ValueError(
+            f"{path} holds layers {store.manifest['capture_layers']}, the config says verifier.capture_layers="
+            f"{list(capture_layers)}; leave that key out, or extract into another store"
         )
     return store
 
@@ -71,6 +78,7 @@ def prepare_data(
     train, val = (
         PackedStore(store, plan_rows(store, refs, row_tokens, overlong=overlong)) for refs in (train_refs, val_refs)
     )
+    require_greedy(val.plan)
     of_train, of_val = (count_rows(split, row_counts, vocab.t2d, ttt_steps) for split in (train, val))
     return TrainingData(train, val, of_train, of_val, vocab)
 

@@ -99,8 +99,8 @@ class Evaluation:
     """Prompts that were not trained on, in any form that extraction.prompts takes."""
     limit: PositiveInt | None
     """Decode at most so many prompts; null is all."""
-    max_new_tokens: PositiveInt
-    """Of each decoded answer."""
+    max_new_tokens: Annotated[Int, Field(ge=2)]
+    """Of each decoded answer; the first token of an answer is never drafted."""
     drafts: PositiveInt
     """Tokens drafted before each verification."""
     bootstrap: PositiveInt
@@ -125,7 +125,7 @@ class Tracking:
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     """Name of the experiment: of its store, its run directories and its W&B group."""
     hardware: Hardware
     verifier: Verifier
@@ -232,7 +232,7 @@ def _explain(error: Any) -> str:
 IDENTITY = {
     "extract": ("verifier", "server", "extraction", "store", "seed"),
     "train": ("verifier", "extraction", "drafter", "optimizer", "data", "hardware", "store", "seed"),
-    "evaluate": ("verifier", "server", "extraction", "evaluation", "drafter_dir", "seed"),
+    "evaluate": ("verifier", "server", "extraction", "evaluation", "hardware", "drafter_dir", "seed"),
 }
 """The sections that a stage's result depends on: its run directory is named by them."""
 

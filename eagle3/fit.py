@@ -1,6 +1,7 @@
 """The training run: loaders, Lightning's Trainer, run log and checkpoints, from step 0 or from a checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,4 +72,15 @@ def fit(plan: TrainingPlan, runlog: RunLog | SilentRunLog, run_dir: Path, start:
             callbacks=[record, saver, StopAfter(remaining)],
             default_root_dir=run_dir,
         )
-        trainer.fit(module, loaders[0], loaders[1], ckpt_path=start.trainer_state if start else None, weights_only=True)
+        with _loud_interrupt():
+            ckpt_path = start.trainer_state if start else None
+            trainer.fit(module, loaders[0], loaders[1], ckpt_path=ckpt_path, weights_only=True)
+
+
+@contextmanager
+def _loud_interrupt() -> Iterator[None]:
+    """Lightning answers Ctrl-C by ending the process without a word; here it stays what it is."""
+    try:
+        yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error

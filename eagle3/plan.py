@@ -22,10 +22,12 @@ from eagle3.config import Config, Hardware, Optimizer
 from eagle3.config import Drafter as DrafterSettings
 from eagle3.drafter import Eagle3Drafter
 from eagle3.drafter_config import Origin
+from eagle3.export import WEIGHTS, find_drafter
 from eagle3.module import Recipe
 from eagle3.sampler import StepSampler
 from extract.job import open_verifier
 from extract.progress import closing_table
+from extract.store_tensors import sha256_of
 from extract.verifier import VerifierSpec, load_embedding, load_head, load_tokenizer
 
 
@@ -47,8 +49,8 @@ class Schedule:
 @dataclass(frozen=True)
 class TrainingPlan:
     store: Path
-    store_sha256: str
-    """Fingerprint of the store's samples: a run must not go on with others."""
+    inputs: dict[str, str]
+    """Fingerprints of the store's samples and of the drafter to start from: a run must not go on with others."""
     origin: Origin
     data: TrainingData
     drafter: Eagle3Drafter
@@ -75,7 +77,7 @@ def plan_training(config: Config) -> TrainingPlan:
         ValueError: naming the file, key or sample, and the remedy.
     """
     spec = open_verifier(config.verifier, Path(config.cache_dir))
-    store = open_checked(Path(config.store), spec)
+    store = open_checked(Path(config.store), spec, config.verifier.capture_layers)
     shape = shape_of(config.drafter, spec, tuple(store.manifest["capture_layers"]))
     init_from = Path(config.drafter.init_from) if config.drafter.init_from else None
     special = load_tokenizer(spec).all_special_ids
@@ -93,7 +95,7 @@ def plan_training(config: Config) -> TrainingPlan:
     schedule = plan_schedule(data, config.hardware, rows_per_step, config.optimizer.epochs, config.data.val_every_steps)
     return TrainingPlan(
         store=Path(config.store),
-        store_sha256=store_fingerprint(Path(config.store)),
+        inputs=fingerprints(Path(config.store), init_from),
         origin=origin_of(spec, config.drafter.ttt_steps, config.extraction.max_len),
         data=data,
         drafter=drafter,
@@ -150,12 +152,13 @@ def origin_of(spec: VerifierSpec, ttt_steps: int, max_len: int) -> Origin:
     )
 
 
-def store_fingerprint(path: Path) -> str:
-    """Over the manifest and the checksums of all shards and teacher files."""
+def fingerprints(store: Path, init_from: Path | None) -> dict[str, str]:
+    """Over the checksums of all shards and teacher files, and over the weights that a warm start begins with."""
     digest = hashlib.sha256()
     for name in ("index.jsonl", "teacher.jsonl"):
-        digest.update((path / name).read_bytes())
-    return digest.hexdigest()
+        digest.update((store / name).read_bytes())
+    found = {"store": digest.hexdigest()}
+    return found if init_from is None else found | {"init_from": sha256_of(find_drafter(init_from) / WEIGHTS)}
 
 
 def parameter_counts(drafter: Eagle3Drafter) -> tuple[int, int]:

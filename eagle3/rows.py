@@ -80,6 +80,15 @@ def plan_rows(store: Store, refs: Sequence[SampleRef], row_tokens: int, *, overl
     return plan
 
 
+def require_greedy(plan: RowPlan) -> None:
+    """ValueError, before any training, if no packed row of the validation split has a greedy response to replay."""
+    if not any(plan.refs[piece.sample].temperature == 0 for pack in plan.packs for piece in pack):
+        raise ValueError(
+            "no greedy response of the validation split has two tokens in one packed row, so val/accept_len has no "
+            "meaning; raise data.val_fraction or extraction.max_len"
+        )
+
+
 def count_tokens(store: Store, refs: Sequence[SampleRef], vocab_size: int) -> Int64[Tensor, "V"]:
     """How often each target id is supervised in these samples; ValueError names a sample with foreign ids."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)

@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eagle3.runlog.ledger import LEDGER_NAME, read_ledger, series
+from extract.rundir import owned
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,11 @@ class SweepSummary(Callback):
         if str(config.hydra.mode).rpartition(".")[2] != "MULTIRUN":
             return
         directory = Path(config.hydra.runtime.output_dir)
-        _record_status(directory, job_return)
+        try:
+            with owned(directory):
+                _record_status(directory, job_return)
+        except ValueError:
+            return  # this job was refused because another process works there, which tells itself how it ends
         try:
             update_summary(directory.parent)
         except (OSError, ValueError) as err:

@@ -20,6 +20,7 @@ from extract.prompts import Conversation, Skipped, read_conversations
 from extract.respond import Sampling
 from extract.samples import Sample
 from extract.store import bytes_per_token, open_store
+from extract.store_manifest import differences
 from extract.verifier import VerifierSpec, load_tokenizer, resolve_verifier
 
 
@@ -74,11 +75,12 @@ class Job:
         return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
     def is_done(self) -> bool:
-        """Whether the store is complete, teacher pass included."""
-        if not (self.store / "manifest.json").exists():
-            return False
-        store = open_store(self.store)
-        return bool(store.manifest["complete"]) and store.has_teacher
+        """Whether the store is complete, teacher pass included, and this very extraction's."""
+        try:
+            store = open_store(self.store)
+        except ValueError:
+            return False  # there is none, or it is damaged: whoever writes it says what, and mends what can be mended
+        return bool(store.manifest["complete"]) and store.has_teacher and not differences(store.manifest, self.manifest)
 
 
 def open_verifier(verifier: Verifier, cache_dir: Path) -> VerifierSpec:
@@ -98,6 +100,8 @@ def open_job(
     Raises:
         ValueError: naming file, key or sample, and the remedy.
     """
+    if store.exists() and not store.is_dir():
+        raise ValueError(f"store={store}: {store.absolute()} is a file; name a directory")
     conversations, skipped = read_conversations(
         extraction.prompts, split=extraction.split, limit=extraction.limit, system_prompt=extraction.system_prompt
     )

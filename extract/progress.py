@@ -5,6 +5,7 @@ On a terminal: one live bar with rate and time left. In a file or a pipe: plain 
 single batch takes longer than that.
 """
 
+import re
 import sys
 import threading
 import time
@@ -132,7 +133,7 @@ def closing_table(title: str, rows: list[tuple[str, str]], next_command: str | N
 
 def _pasteable(command: str) -> str:
     lines = [""]
-    for word in command.split(" "):
+    for word in re.findall(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""", command):  # no break inside quotes
         if lines[-1] and len(lines[-1]) + len(word) > TABLE_WIDTH - 10:
             lines.append("   ")
         lines[-1] += f" {word}" if lines[-1] else word

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 HUB_PREFIX = "hf:"
 FORMS = "JSON lines (.jsonl), a JSON array (.json), .parquet, or hf:<org>/<dataset>"
 
@@ -124,7 +126,10 @@ def _hub_rows(source: str, split: str | None) -> Iterator[Row]:
         import datasets
     except ImportError as error:
         raise ValueError(f"prompts {source} needs the package datasets: pip install datasets") from error
-    dataset = datasets.load_dataset(source.removeprefix(HUB_PREFIX), split=split)
+    try:
+        dataset = datasets.load_dataset(source.removeprefix(HUB_PREFIX), split=split)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ValueError(f"prompts {source}: cannot be had ({error}); check name, split and network") from error
     for number, sample in enumerate(dataset, start=1):
         yield Row(f"row {number}", without_nulls(sample))
 

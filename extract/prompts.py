@@ -122,7 +122,13 @@ def _given_id(value: object) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise BadSample(f"id {value!r} is neither a text nor a whole number")
+    if str(value) != _encodable(str(value)):
+        raise BadSample("its id holds half a surrogate pair")
     return str(value)
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _content_id(messages: Sequence[Message], tools: list[Any] | None) -> str:
@@ -133,7 +139,7 @@ def _content_id(messages: Sequence[Message], tools: list[Any] | None) -> str:
 def _name(row: Row) -> str:
     """What to call a bad sample: its id if it has a usable one, else its place."""
     if isinstance(row.value, dict) and isinstance(row.value.get("id"), str | int):
-        return str(row.value["id"]) or row.place
+        return _encodable(str(row.value["id"])) or row.place
     return row.place
 
 

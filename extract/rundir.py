@@ -12,7 +12,7 @@ work goes on, and another config is refused instead of mixed in.
 import fcntl
 import json
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from extract.durable import replace_file
 
 State = Literal["new", "unfinished", "finished"]
 VOLATILE = ("tracking", "resume", "dry_run", "name", "cache_dir", "drafter_dir")
-"""Settings that may change between two attempts: no result depends on them."""
+"""Settings that may change between two attempts: no result of any stage depends on them."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,21 @@ def open_run(
     provenance: Mapping[str, Any],
     *,
     intact: bool = True,
+    depends_on: Collection[str] | None = None,
 ) -> Iterator[RunDir]:
     """Owns `path` for one attempt. An exception marks the run as failed, leaves traceback.txt there, and goes on.
 
     `inputs` are fingerprints of what the stage reads (a store, a drafter): they must not change between attempts.
     `intact` says whether what a finished run made elsewhere is still there; if not, the run is unfinished again.
+    `depends_on` names the sections of `config` that the stage's result depends on; None: all but VOLATILE.
 
     Raises:
         ValueError: another process works here, or `path` was made by another config or from other inputs.
     """
     path.mkdir(parents=True, exist_ok=True)
-    with _locked(path):
-        run = _claim(path, {"stage": stage, "config": config, "inputs": dict(inputs)}, provenance, intact)
+    with owned(path):
+        record = {"stage": stage, "config": config, "inputs": dict(inputs)}
+        run = _claim(path, record, provenance, intact, set(config if depends_on is None else depends_on))
         try:
             yield run
         except BaseException as error:
@@ -92,13 +95,15 @@ def saved_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.resolve()} is no run directory: {error}") from error
 
 
-def _claim(path: Path, record: dict[str, Any], provenance: Mapping[str, Any], intact: bool) -> RunDir:
+def _claim(
+    path: Path, record: dict[str, Any], provenance: Mapping[str, Any], intact: bool, depends_on: set[str]
+) -> RunDir:
     record["attempts"] = []
     state: State = "new"
     (path / "traceback.txt").unlink(missing_ok=True)
     if (path / "run.json").exists():
         old = json.loads((path / "run.json").read_text())
-        _refuse_other(path, old, record)
+        _refuse_other(path, old, record, depends_on)
         record["attempts"] = old["attempts"]
         state = "finished" if intact and _is_finished(path) else "unfinished"
     attempt = len(record["attempts"]) + 1
@@ -117,14 +122,15 @@ def _is_finished(path: Path) -> bool:
     return json.loads(status.read_text())["status"] == "finished"
 
 
-def _refuse_other(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    before, after = _flat(old["config"]), _flat(new["config"])
+def _refuse_other(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], depends_on: set[str]) -> None:
+    sections = depends_on.difference(VOLATILE)
+    before, after = (_flat({key: run["config"].get(key) for key in sections}) for run in (old, new))
     before |= {f"input {key}": value for key, value in old["inputs"].items()}
     after |= {f"input {key}": value for key, value in new["inputs"].items()}
     changed = [
         f"  {key}: {before.get(key, 'absent')} there, {after.get(key, 'absent')} now"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key.split(".")[0] not in VOLATILE
+        if before.get(key) != after.get(key)
     ]
     if old["stage"] != new["stage"]:
         changed.insert(0, f"  stage: {old['stage']} there, {new['stage']} now")
@@ -146,7 +152,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[IO[str]]:
+def owned(path: Path) -> Iterator[IO[str]]:
+    """Holds a run directory against every other process; ValueError if one works there."""
     with (path / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,15 +54,20 @@ def agreed_manifest(path: Path, manifest: dict) -> dict:
         sync(path.parent)
         return asked
     found = read_manifest(path)
-    old, new = ({key: value[key] for key in FORMAT_KEYS} | _flat(value["must_match"], "") for value in (found, asked))
-    changed = [key for key in sorted(old | new) if old.get(key, "<absent>") != new.get(key, "<absent>")]
-    if changed:
-        rows = [f"  {key}: {old.get(key, '<absent>')!r} -> {new.get(key, '<absent>')!r}" for key in changed]
+    if rows := differences(found, asked):
         raise ValueError(
             f"{path} was made with other settings (old -> new):\n" + "\n".join(rows) + "\n"
             "Go back to the old values to continue it, or choose another store directory"
         )
     return found
+
+
+def differences(found: dict, asked: dict) -> list[str]:
+    """What a manifest on disk says otherwise than the one asked for: a line a key, old and new."""
+    asked = json.loads(json.dumps(asked))  # tuples are lists on disk
+    old, new = ({key: value[key] for key in FORMAT_KEYS} | _flat(value["must_match"], "") for value in (found, asked))
+    changed = [key for key in sorted(old | new) if old.get(key, "<absent>") != new.get(key, "<absent>")]
+    return [f"  {key}: {old.get(key, '<absent>')!r} -> {new.get(key, '<absent>')!r}" for key in changed]
 
 
 def _flat(tree: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A start costs a fraction of a second this way instead of many. A run can be arme
 """
 
 import atexit
+import errno
 import importlib
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ PRELOAD = [
 ]  # fmt: skip
 
 Death = tuple[str, int, str]
-"""module:attribute, the how manieth call, and `before` or `after` it."""
+"""module:attribute, the how manieth call, and `before` or `after` it; or `ctrl-c` or `full disk`, instead of it."""
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(PRELOAD)
@@ -115,8 +116,12 @@ def _arm(target: str, number: int, when: str) -> None:
         calls += 1
         if calls == number and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
+        if calls == number and when == "ctrl-c":
+            raise KeyboardInterrupt
+        if calls == number and when == "full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         result = original(*arguments, **keywords)
-        if calls == number:
+        if calls == number and when == "after":
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

@@ -15,6 +15,7 @@ from eagle3.build import build_drafter, prepare_data, shape_of, state_rms, warm_
 from eagle3.config import Drafter as Settings
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.export import read_shape, save_drafter
+from eagle3.plan import fingerprints
 from eagle3.ttt import unroll
 from extract.verifier import VerifierSpec, load_embedding, load_head, resolve_verifier
 
@@ -98,6 +99,17 @@ def test_a_warm_start_keeps_weights_and_vocabulary(tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
     assert torch.equal(data.vocab.t2d, first.t2d) and data.vocab.coverage is not None
     assert not torch.equal(prepare_data(store, None, **asked).vocab.t2d, first.t2d)  # what a new map would have been
+
+
+def test_other_weights_to_start_from_are_another_run(tmp_path: Path):
+    for name in ("index.jsonl", "teacher.jsonl"):
+        (tmp_path / name).write_text("")
+    spec = spec_of(tiny_verifier(tmp_path / "v"))
+    found = [fingerprints(tmp_path, None)]
+    for seed in (0, 0, 1):
+        save_drafter(fresh(spec, shape_of(settings(), spec, LAYERS), seed), tmp_path / "drafter", origin=ORIGIN)
+        found.append(fingerprints(tmp_path, tmp_path / "drafter"))
+    assert found[0].keys() == {"store"} and found[1] == found[2] != found[3]
 
 
 def test_a_warm_start_of_another_network_is_refused(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts import ROOT, Script, run, succeed
+from scripts import ROOT, Script, killed, run, succeed
 from tiny_job import settings
 from whole_job import ENGINE_STARTS, named_run, values_by_step
 
 from eagle3.export import read_vocab
 from extract.store import open_store, verify
+
+INTERRUPTED = {"extract": "extract.journal:Journal.append", "train": "eagle3.record:Record._emit_train"}
 
 
 def test_extraction_leaves_a_sound_store_and_names_the_next_command(folder, extracted):
@@ -26,7 +29,7 @@ def test_extraction_leaves_a_sound_store_and_names_the_next_command(folder, extr
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["tokens"] == counts["tokens"] and summary["respond_tokens_per_s"] > 0
     assert "next: python train.py verifier=hf" in done.output
-    assert "green is supervised" in done.output and f"{counts['tokens']:,} tokens" in done.output
+    assert "⟦ ⟧ is supervised" in done.output and f"{counts['tokens']:,} tokens" in done.output
 
 
 def test_training_leaves_drafter_charts_ledger_and_summary(folder, trained):
@@ -100,7 +103,73 @@ def test_evaluation_decodes_with_the_trained_drafter_and_is_reused(folder, train
     assert "reused" in succeed("evaluate.py", *settings(), cwd=folder).output
 
 
+def test_settings_of_later_stages_do_not_stop_an_earlier_one(folder, trained):
+    assert "(reused)" in succeed("extract.py", *settings(optimizer__lr=1e-5, hardware__threads=1), cwd=folder).output
+    assert "(reused)" in succeed("train.py", *settings(evaluation__bootstrap=60), cwd=folder).output
+
+
+@pytest.mark.parametrize("hurt", ["shard", "index"])
+def test_a_finished_store_that_was_damaged_is_mended_by_the_same_command(folder, hurt):
+    told = settings(store=f"hurt-{hurt}", extraction__limit=4, extraction__max_new_tokens=8)
+    succeed("extract.py", *told, cwd=folder)
+    store = folder / f"hurt-{hurt}"
+    file = store / {"shard": "shards/00000.safetensors", "index": "index.jsonl"}[hurt]
+    file.write_bytes(file.read_bytes()[:-20])
+    done = succeed("extract.py", *told, cwd=folder)
+    assert "(reused)" not in done.output and verify(store).faults == []
+
+
+def test_another_extraction_in_place_of_the_finished_one_is_not_taken_for_it(folder):
+    told = {"store": "taken", "extraction__limit": 4, "extraction__max_new_tokens": 8}
+    succeed("extract.py", *settings(**told), cwd=folder)
+    shutil.rmtree(folder / "taken")
+    succeed("extract.py", *settings(**told | {"extraction__max_new_tokens": 6}), cwd=folder)
+    done = run("extract.py", *settings(**told), cwd=folder)
+    assert done.code == 1 and "sampling.max_new_tokens: 6 -> 8" in done.output and "Traceback" not in done.output
+
+
+def test_an_evaluation_is_not_reused_for_other_prompts_of_the_same_name(folder, trained):
+    told = settings(evaluation__prompts="changing.jsonl", evaluation__limit=2)
+    (folder / "changing.jsonl").write_text((folder / "e.jsonl").read_text())
+    succeed("evaluate.py", *told, cwd=folder)
+    (folder / "changing.jsonl").write_text('{"prompt": "Who?"}\n{"prompt": "Where?"}\n')
+    done = run("evaluate.py", *told, cwd=folder)
+    assert done.code == 1 and "input prompts: " in done.output
+
+
+def test_the_next_command_of_a_resumed_run_finds_its_drafter(folder, extracted):
+    told = settings(optimizer__epochs=2, hydra__run__dir="stopped", tracking="offline")
+    killed("train.py", *told, cwd=folder, die=("eagle3.record:Record._emit_train", 2, "after"))
+    done = succeed("train.py", "resume=stopped", cwd=folder)
+    words = done.output[done.output.index("next: ") :].replace("\\\n", "").split()
+    assert {"verifier=hf", "optimizer.epochs=2", "drafter_dir=stopped/drafter"} <= set(words)
+    assert "resume=stopped" not in words
+    succeed("evaluate.py", *words[3:], "evaluation.limit=1", cwd=folder)
+
+
 # Refused
+
+
+def test_capture_layers_that_the_store_lacks_are_refused(folder, extracted):
+    done = run("train.py", *settings(verifier__capture_layers="[1,2,3]"), cwd=folder)
+    assert done.code == 1 and "verifier.capture_layers=[1, 2, 3]" in done.output, done.output
+
+
+def test_another_chat_template_than_the_stores_is_refused(folder, extracted):
+    (folder / "other.jinja").write_text("{{ messages[0].content }}")
+    done = run("train.py", *settings(verifier__chat_template="other.jinja"), cwd=folder)
+    assert done.code == 1 and "another chat template" in done.output
+
+
+def test_prompts_that_all_leave_no_room_are_told_why(folder):
+    told = {"extraction__max_len": 8, "extraction__max_new_tokens": 4, "evaluation__max_new_tokens": 4}
+    done = run("extract.py", *settings(store="short", **told), cwd=folder)
+    assert done.code == 1 and "leaves no room for an answer in 8" in done.output
+
+
+def test_a_store_that_is_a_file_is_told_in_one_line(folder):
+    done = run("extract.py", *settings(store="p.jsonl"), cwd=folder)
+    assert done.code == 1 and "store=p.jsonl" in done.output and "Traceback" not in done.output
 
 
 def test_another_config_is_refused_in_a_run_directory_with_the_keys_that_differ(folder, trained):
@@ -154,6 +223,22 @@ def test_a_finished_training_without_its_drafter_is_not_finished(folder, trained
     assert "(reused)" not in done.output
     assert ("train: 100%" in done.output) == (lost == "checkpoints"), "only what is lost is made again"
     assert (run_dir / "drafter" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("stage", ["extract", "train"])
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(folder, extracted, stage):
+    done = run(f"{stage}.py", *settings(store=f"ctrl-c-{stage}" if stage == "extract" else "store",
+               hydra__run__dir=f"ctrl-c-{stage}-run"), cwd=folder, die=(INTERRUPTED[stage], 2, "ctrl-c"))  # fmt: skip
+    assert done.code == 130 and f"{stage}: interrupted" in done.output and "Traceback" not in done.output
+    assert "KeyboardInterrupt" in (folder / f"ctrl-c-{stage}-run" / "status.json").read_text()
+
+
+def test_a_full_disk_in_training_is_one_line(folder, extracted):
+    told = settings(hydra__run__dir="full-disk")
+    done = run("train.py", *told, cwd=folder, die=("eagle3.checkpoints:save_drafter", 1, "full disk"))
+    assert done.code == 1 and "make room and run the same command again" in done.output
+    assert "Traceback" not in done.output
+    succeed("train.py", *told, cwd=folder)
 
 
 # Obeyed

@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -105,3 +106,10 @@ def test_the_next_command_fits_and_can_be_pasted(printed):
     assert max(map(len, out.splitlines())) <= 80
     pasted = out[out.index("python") :].replace("\\\n", "")
     assert pasted.split() == command.split()
+
+
+def test_the_next_command_is_never_broken_inside_quotes(printed):
+    words = ["python", "train.py", *(f"store{i}=a folder of {i}'s" for i in range(12))]
+    closing_table("extract", [], shlex.join(words))
+    out = printed.getvalue()
+    assert shlex.split(out[out.index("python") :].replace("\\\n", "")) == words

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pyarrow
 import pyarrow.parquet
@@ -231,6 +232,8 @@ def test_ids_are_stable_and_unique(tmp_path):
         read(path)
     kept, skipped = read(write_lines(path, [{"id": 7, "prompt": "a"}, {"id": 1.5, "prompt": "b"}]))
     assert kept[0].id == "7" and "id 1.5 is neither" in skipped[0].reason
+    kept, skipped = read(write_lines(path, [{"id": 7, "prompt": "a"}, {"id": "\ud800", "prompt": "b"}]))
+    assert len(kept) == 1 and skipped == [Skipped("?", "line 2: its id holds half a surrogate pair")]
 
 
 def test_limit_and_system_prompt(tmp_path):
@@ -284,6 +287,9 @@ def test_hugging_face_datasets(monkeypatch):
     assert read("hf:org/name", split="train")[0][0].messages == (user("a"),)
     train, test = (source_sha256("hf:org/name", split=split) for split in ("train", "test"))
     assert train != test and train == source_sha256("hf:org/name", split="train")
+    fake.load_dataset = Mock(side_effect=FileNotFoundError("no such dataset"))
+    with pytest.raises(ValueError, match=r"hf:org/name: cannot be had .no such dataset"):
+        read("hf:org/name", split="train")
 
 
 def test_the_source_hash_follows_the_file(tmp_path):

@@ -1,13 +1,14 @@
 """Tests of eagle3.rows: the split by conversation, and which pieces of which samples lie in rows."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from eagle3.data import count_rows
-from eagle3.rows import count_tokens, plan_rows, split_conversations
+from eagle3.rows import count_tokens, plan_rows, require_greedy, split_conversations
 from eagle3.supervision import row_counts
 from extract.store import SampleRef, Store
 from tests.packed import LENGTHS, ROW_TOKENS, VOCAB, all_rows, make_store, sample
@@ -55,6 +56,18 @@ def test_split_refuses_what_cannot_be_split():
         split_conversations(refs_of(1), 0.1, seed=0)
     with pytest.raises(ValueError, match="temperature 0"):
         split_conversations(refs_of(9, temperature=0.7), 0.1, seed=0)
+
+
+def test_a_validation_split_without_a_greedy_row_is_refused_before_any_training(tmp_path: Path):
+    for temperature in (0.7, 0.0):
+        what = [replace(sample(n, 20), temperature=temperature) for n in range(2)]
+        store = make_store(tmp_path / f"store-{temperature}", what)
+        plan = plan_rows(store, store.samples, ROW_TOKENS, overlong="split")
+        if temperature == 0.0:
+            require_greedy(plan)
+            continue
+        with pytest.raises(ValueError, match="val/accept_len has no meaning"):
+            require_greedy(plan)
 
 
 def test_long_prompt_that_fills_the_row_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -116,6 +116,18 @@ def test_settings_that_no_result_depends_on_may_change(tmp_path):
         assert run.state == "finished"
 
 
+def test_sections_that_the_stage_does_not_depend_on_may_change(tmp_path):
+    finish(tmp_path)
+    other = {**CONFIG, "optimizer": {"lr": 1.0}}
+    with open_run(tmp_path, "train", other, INPUTS, {}, depends_on=("seed", "name")) as run:
+        assert run.state == "finished"
+    with (
+        pytest.raises(ValueError, match="seed: 0 there, 1 now"),
+        open_run(tmp_path, "train", {**CONFIG, "seed": 1}, INPUTS, {}, depends_on=("seed", "name")),
+    ):
+        raise AssertionError("it was opened")
+
+
 def test_a_directory_that_is_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path}.* is no run directory"):
         saved_config(tmp_path)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from eagle3.runlog.ledger import Declared, Ledger
 from eagle3.sweep import read_sweep, summary_table, update_summary
+from extract.rundir import owned
 
 ROOT = Path(__file__).resolve().parents[1]
 APP = """
@@ -102,6 +103,17 @@ def test_when_every_job_fails_there_is_no_best(tmp_path):
     done = sweep(tmp_path, "-m", "lr=2,2.0")
     assert done.returncode != 0 and "★" not in done.stdout and "2 failed" in done.stdout
     assert {row["best"] for row in read_csv(tmp_path / "sweep" / "summary.csv")} == {""}
+
+
+def test_a_refused_job_leaves_the_status_of_a_running_one_alone(tmp_path):
+    job = tmp_path / "sweep" / "0"
+    job.mkdir(parents=True)
+    (job / "status.json").write_text('{"status": "running"}')
+    with owned(job):
+        assert sweep(tmp_path, "-m", "lr=2").returncode != 0
+        assert (job / "status.json").read_text() == '{"status": "running"}'
+    assert sweep(tmp_path, "-m", "lr=2").returncode != 0
+    assert json.loads((job / "status.json").read_text())["status"] == "failed"
 
 
 def test_a_single_run_writes_no_summary(tmp_path):

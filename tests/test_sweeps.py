@@ -16,6 +16,7 @@ def test_a_sweep_gives_a_run_for_each_value_and_a_table(folder, extracted):
     configs = [json.loads((sweep / job / "run.json").read_text())["config"] for job in ("0", "1")]
     assert [config["optimizer"]["lr"] for config in configs] == [1e-3, 1e-4]
     assert "2 jobs in multirun/train" in done.output and done.output.count("★") == 1
+    assert f"drafter_dir={sweep.relative_to(folder)}/1/drafter" in done.output.replace("\\\n", "").split()
     rows = (sweep / "summary.csv").read_text().splitlines()
     assert len(rows) == 3 and all("finished" in row for row in rows[1:])
     logged = sorted(sweep.glob("*/wandb/offline-run-*/run-*.wandb"))

@@ -66,7 +66,7 @@ class WandbMirror:
         except wandb.Error as err:
             raise ValueError(f"W&B cannot start in mode {mode}: {err}; tracking=offline needs no network") from err
         self.offline = mode == "offline"
-        self.log_file = Path(self.run.settings.sync_file)
+        self.log_file = Path(self.run.settings.sync_file).absolute()
         if not self.log_file.is_relative_to(directory.absolute()):
             self.run.finish(exit_code=1)
             raise ValueError(f"W&B writes to {self.log_file}, not below {directory.absolute()}; check WANDB_DIR")
