@@ -8,23 +8,18 @@ python evaluate.py evaluation.prompts=FILE          other prompts
 from pathlib import Path
 
 import hydra
-import torch
 from omegaconf import DictConfig
 
-from eagle3.app import launch, run_log, tracked_run
+from eagle3.app import command, launch, run_log, tracked_run
 from eagle3.config import Config
-from eagle3.evaluate import Settings, evaluate
-from eagle3.export import find_drafter, load_drafter, read_origin
-from eagle3.questions import ChatQuestions, refuse_trained
-from eagle3.report import Report, show_report, warn_of
+from eagle3.export import find_drafter, read_origin
+from eagle3.measure import measure
+from eagle3.report import show_report, warn_of
 from eagle3.runlog import Declared, check_wandb_ready
-from extract.chat import Chat
 from extract.job import open_verifier
-from extract.progress import Progress, closing_table
-from extract.prompts import read_conversations, source_sha256
-from extract.store import open_store
+from extract.progress import closing_table
+from extract.prompts import source_sha256
 from extract.store_tensors import sha256_of
-from extract.verifier import VerifierSpec, load_model, load_tokenizer
 
 FIGURES = frozenset({"accept_len", "accept_len_low", "accept_len_high", "accept_len_replayed", "prompts", "tokens",
                      "verifications", "tokens_s_speculative_all_prompts"})  # fmt: skip
@@ -46,7 +41,7 @@ def judge(config: Config, run_dir: Path) -> float | None:
         prompts = f"{config.evaluation.prompts}, at most {config.evaluation.max_new_tokens} tokens each"
         closing_table("Plan", [("drafter", str(drafter_dir)), ("verifier", spec.name), ("prompts", prompts)], None)
         return None
-    with tracked_run(config, run_dir, "evaluate", inputs) as run:
+    with tracked_run(config, run_dir, "evaluate", inputs, renews=True) as run:
         reused = run.state == "finished"
         if not reused:
             report = measure(config, spec, drafter_dir)
@@ -58,32 +53,8 @@ def judge(config: Config, run_dir: Path) -> float | None:
                 runlog.emit("eval", 1, {name: summary[name] for name in FIGURES})
             run.finish(summary | {"drafter_dir": config.drafter_dir, "warnings": warnings, "table": report.rows()})
         summary = run.summary()
-        show_report(summary, reused=reused)
+        show_report(summary, reused=reused, next_command=command("-m benchmarks.demo_check"))
         return summary["accept_len"]
-
-
-def measure(config: Config, spec: VerifierSpec, drafter_dir: Path) -> Report:
-    """Decodes every prompt in float32, plainly and with the drafter, and replays the result."""
-    wanted = config.evaluation
-    conversations, _ = read_conversations(
-        wanted.prompts, split=None, limit=wanted.limit, system_prompt=config.extraction.system_prompt
-    )
-    chat = Chat(load_tokenizer(spec), spec.end_of_turn_ids, spec.vocab_size)
-    room = spec.max_position_embeddings - wanted.max_new_tokens
-    questions = ChatQuestions(conversations, chat, max_prompt=room)
-    model = load_model(spec, dtype=torch.float32, device=config.hardware.accelerator)
-    drafter = load_drafter(drafter_dir, model.get_input_embeddings().weight.data).to(config.hardware.accelerator)
-    settings = Settings(
-        drafts=wanted.drafts, max_new_tokens=wanted.max_new_tokens, end_of_turn_ids=frozenset(spec.end_of_turn_ids),
-        bootstrap=wanted.bootstrap, seed=config.seed,
-    )  # fmt: skip
-    store = Path(config.store)
-    trained_on = open_store(store) if (store / "manifest.json").exists() else None
-    with Progress("evaluate", questions.total, unit="prompts") as progress:
-        return evaluate(
-            model, drafter, questions, settings, advance=progress.advance,
-            check_prompts=lambda prompts: refuse_trained(prompts, trained_on) if trained_on else None,
-        )  # fmt: skip
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")

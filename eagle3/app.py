@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,22 @@ from extract.store_space import FULL
 log = logging.getLogger(__name__)
 
 Stage = Callable[[Config, Path], float | None]
+
+
+STAGE_FIGURES = {
+    "stage": Declared(
+        names=frozenset({"done", "tokens", "reused", "seconds"}),
+        optional=frozenset({"tokens_per_s"}),
+        integer=frozenset({"done", "tokens", "reused"}),
+    )
+}
+"""What a script of several stages reports: one row a stage."""
+
+
+def emit_stages(runlog: RunLog | SilentRunLog, stages: Sequence[Mapping[str, float]]) -> None:
+    runlog.expect("stage", len(stages))
+    for number, figures in enumerate(stages, start=1):
+        runlog.emit("stage", number, figures)
 
 
 def launch(raw: DictConfig, stage: Stage) -> float | None:
@@ -75,14 +91,15 @@ def prepare_machine(hardware: Hardware) -> None:
 
 @contextmanager
 def tracked_run(
-    config: Config, path: Path, stage: str, inputs: dict[str, str], *, intact: bool = True
+    config: Config, path: Path, stage: str, inputs: dict[str, str], *, intact: bool = True, renews: bool = False
 ) -> Iterator[RunDir]:
     """The stage's run directory for one attempt; see `extract.rundir.open_run`. Rank 0 owns it, the others join."""
     if rank() > 0:
         yield join_run(path)
         return
     told = as_dict(config)
-    with open_run(path, stage, told, inputs, provenance(), intact=intact, depends_on=IDENTITY[stage]) as run:
+    with open_run(path, stage, told, inputs, provenance(), intact=intact, renews=renews,
+                  depends_on=IDENTITY[stage]) as run:  # fmt: skip
         yield run
 
 

@@ -103,7 +103,8 @@ def find_drafter(directory: Path) -> Path:
             return place
     there = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else "no such directory"
     raise ValueError(
-        f"drafter_dir={directory.absolute()}: needs {CONFIG} and {WEIGHTS} ({there}); train a drafter with train.py"
+        f"{directory.absolute()} is no drafter directory: it needs {CONFIG} and {WEIGHTS} ({there}); "
+        "train one with train.py"
     )
 
 

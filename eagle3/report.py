@@ -211,11 +211,11 @@ def warn_of(report: Report, origin: Origin | None, spec: VerifierSpec) -> list[s
     return warnings
 
 
-def show_report(summary: dict[str, Any], *, reused: bool) -> None:
+def show_report(summary: dict[str, Any], *, reused: bool, next_command: str) -> None:
     """The closing table, from what summary.json holds."""
     rows = [("drafter", summary["drafter_dir"]), *((name, value) for name, value in summary["table"])]
     rows += [("WARNING", warning) for warning in summary["warnings"]]
-    closing_table("Evaluated" + (" (reused)" if reused else ""), rows, "make demo-check")
+    closing_table("Evaluated" + (" (reused)" if reused else ""), rows, next_command)
 
 
 def _strangers(origin: Origin, spec: VerifierSpec) -> list[str]:

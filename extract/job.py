@@ -1,5 +1,6 @@
 """One extraction, opened: verifier, chat, prompts, engine and store manifest, all checked before any work."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from extract.samples import Sample
 from extract.store import bytes_per_token, open_store
 from extract.store_manifest import differences
 from extract.verifier import VerifierSpec, load_tokenizer, resolve_verifier
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,12 @@ def open_job(
     Raises:
         ValueError: naming file, key or sample, and the remedy.
     """
+    if extraction.temperature > 0:
+        log.warning(
+            "extraction.temperature=%s: acceptance length is defined on greedy responses, and train.py refuses a store "
+            "whose validation split has none; extract some at temperature 0",
+            extraction.temperature,
+        )
     if store.exists() and not store.is_dir():
         raise ValueError(f"store={store}: {store.absolute()} is a file; name a directory")
     conversations, skipped = read_conversations(

@@ -52,11 +52,13 @@ def open_run(
     provenance: Mapping[str, Any],
     *,
     intact: bool = True,
+    renews: bool = False,
     depends_on: Collection[str] | None = None,
 ) -> Iterator[RunDir]:
     """Owns `path` for one attempt. An exception marks the run as failed, leaves traceback.txt there, and goes on.
 
     `inputs` are fingerprints of what the stage reads (a store, a drafter): they must not change between attempts.
+    A stage that `renews` is made again as a whole when they did: it leaves nothing that could be mixed.
     `intact` says whether what a finished run made elsewhere is still there; if not, the run is unfinished again.
     `depends_on` names the sections of `config` that the stage's result depends on; None: all but VOLATILE.
 
@@ -66,6 +68,8 @@ def open_run(
     path.mkdir(parents=True, exist_ok=True)
     with owned(path):
         record = {"stage": stage, "config": config, "inputs": dict(inputs)}
+        if renews and (path / "run.json").exists():
+            intact = intact and _forget_inputs(path, inputs)
         run = _claim(path, record, provenance, intact, set(config if depends_on is None else depends_on))
         try:
             yield run
@@ -113,6 +117,15 @@ def _claim(
     _write_json(path / "run.json", record)
     _write_json(path / "status.json", {"status": "running", "attempt": attempt})
     return RunDir(path, state, attempt)
+
+
+def _forget_inputs(path: Path, inputs: Mapping[str, str]) -> bool:
+    """Makes `inputs` those of the run directory; False if it had others."""
+    old = json.loads((path / "run.json").read_text())
+    if old["inputs"] == dict(inputs):
+        return True
+    _write_json(path / "run.json", old | {"inputs": dict(inputs)})
+    return False
 
 
 def _is_finished(path: Path) -> bool:

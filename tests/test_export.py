@@ -207,7 +207,7 @@ def test_weights_that_would_be_skipped_or_guessed_are_refused(saved, model, chan
 
 
 def test_a_cut_off_file_and_an_absent_directory_are_named(saved, model, tmp_path):
-    with pytest.raises(ValueError, match=r"drafter_dir=.*nowhere: needs config.json .*train.py"):
+    with pytest.raises(ValueError, match=r"nowhere is no drafter directory: it needs config.json .*train.py"):
         read_shape(tmp_path / "nowhere")
     file = saved / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])

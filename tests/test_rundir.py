@@ -11,8 +11,8 @@ CONFIG = {"name": "a", "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "trackin
 INPUTS = {"store": "abc"}
 
 
-def opened(path, *, config=CONFIG, inputs=INPUTS, stage="train", told=1, intact=True):
-    return open_run(path, stage, config, inputs, {"told": told}, intact=intact)
+def opened(path, *, config=CONFIG, inputs=INPUTS, stage="train", told=1, intact=True, renews=False):
+    return open_run(path, stage, config, inputs, {"told": told}, intact=intact, renews=renews)
 
 
 def read(path):
@@ -57,6 +57,18 @@ def test_a_finished_run_whose_result_is_gone_is_unfinished(tmp_path):
     with opened(tmp_path, told=2, intact=False) as run:
         assert (run.state, run.attempt) == ("unfinished", 2)
     assert read(tmp_path / "run.json")["attempts"] == [{"told": 1}, {"told": 2}]
+
+
+def test_a_stage_that_renews_is_made_again_from_other_inputs(tmp_path):
+    finish(tmp_path, renews=True)
+    with opened(tmp_path, renews=True) as run:
+        assert run.state == "finished"
+    with opened(tmp_path, renews=True, inputs={"store": "other"}) as run:
+        assert (run.state, run.attempt) == ("unfinished", 2)
+        run.finish({"accept_len": 2.0})
+    assert read(tmp_path / "run.json")["inputs"] == {"store": "other"}
+    with pytest.raises(ValueError, match="input store"), opened(tmp_path):
+        pass
 
 
 def test_a_failed_run_leaves_its_traceback_and_goes_on_next_time(tmp_path):
