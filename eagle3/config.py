@@ -247,7 +247,8 @@ def run_id(stage: str, *, _root_: DictConfig) -> str:
         plain = {name: _resolved(_root_[name]) for name in names}
     except OmegaConfBaseException:  # no directory is used then: `typed` refuses this config, and names the key
         plain = {"unresolved": OmegaConf.to_yaml(_root_)}
-    return f"{_root_['name']}-{_short_hash(plain)}"
+    name = "unnamed" if OmegaConf.is_missing(_root_, "name") else _root_["name"]
+    return f"{name}-{_short_hash(plain)}"
 
 
 def _resolved(value: Any) -> Any:

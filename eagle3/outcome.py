@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import get_console
+from rich.text import Text
+
 from eagle3.checkpoints import BEST, Checkpoint
 from eagle3.plan import TrainingPlan
 from eagle3.runlog import read_ledger
@@ -45,6 +48,6 @@ def show_summary(summary: dict[str, Any], *, reused: bool, next_command: str) ->
         ("speed", f"{summary['tokens_per_s']:,.0f} tokens/s"),
         *(("chart", shown_path(chart)) for chart in summary["charts"]),
     ]
-    if summary["tracked"]:
-        rows.append(("W&B", summary["tracked"]))
     closing_table("The drafter is trained" + (" (reused)" if reused else ""), rows, next_command)
+    if summary["tracked"]:
+        get_console().print(Text(f"W&B: {summary['tracked']}"), soft_wrap=True)  # in one piece, to be pasted

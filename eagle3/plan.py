@@ -181,13 +181,13 @@ def show_plan(plan: TrainingPlan) -> None:
             ("train", f"{len(train.refs):,} samples in {len(train.packs):,} rows of {train.row_tokens}, "
                       f"{train.report.fill:.0%} full; {lost} split, cut or left out"),
             ("validation", f"{len(val.refs):,} samples in {len(val.packs):,} rows"),
-            ("supervised", f"{supervised:,} rows at step 0"),
+            ("supervised", f"{supervised:,} drafts at step 0"),
             ("draft vocabulary", f"{plan.data.vocab.size:,} of {plan.data.vocab.vocab_size:,} tokens"
                                  + (f", {coverage:.1%} of supervised tokens" if coverage is not None else "")),
             ("drafter", f"{trainable:,} trained weights in float32, {frozen:,} frozen; "
                         f"layers {list(shape.capture_layers)}"),
-            ("steps", f"{schedule.total_steps:,} of {schedule.rows_per_step} rows in {schedule.micro_batches} "
-                      f"micro-batches, {plan.epochs} epochs; K = {plan.recipe.ttt_steps}"),
+            ("steps", f"{schedule.total_steps:,} in {plan.epochs} epochs, each of {schedule.rows_per_step} packed rows "
+                      f"in {schedule.micro_batches} micro-batches; K = {plan.recipe.ttt_steps}"),
             ("validates", f"every {schedule.val_every_steps:,} steps, {schedule.validations} times"),
         ],
         None,

@@ -103,11 +103,13 @@ def open_job(
     Raises:
         ValueError: naming file, key or sample, and the remedy.
     """
-    if extraction.temperature > 0:
+    if extraction.temperature > 0 or extraction.responses == "keep":
         log.warning(
-            "extraction.temperature=%s: acceptance length is defined on greedy responses, and train.py refuses a store "
-            "whose validation split has none; extract some at temperature 0",
+            "acceptance length is defined on the verifier's greedy responses, and train.py refuses a store whose "
+            "validation split has none: extraction.temperature=%s with extraction.responses=%s gives none for "
+            "prompts that are answered already or by sampling",
             extraction.temperature,
+            extraction.responses,
         )
     if store.exists() and not store.is_dir():
         raise ValueError(f"store={store}: {store.absolute()} is a file; name a directory")

@@ -97,13 +97,16 @@ def answer_all(
         max_len=max_len, batch_size=concurrency, keep_given=keep_given,
     )  # fmt: skip
     total = count_turns(conversations, keep_given=keep_given)
+    if keep_given:
+        total = sum(len(conversation.exchanges()) for conversation in conversations)
     with Progress("respond", total, unit="turns") as progress:
         for event in events:
             skipped += event.skipped
             if event.reused:
                 reused += event.turns
-            else:
-                turns, tokens = turns + event.turns, tokens + event.response_tokens
+                progress.skip(event.turns)
+                continue
+            turns, tokens = turns + event.turns, tokens + event.response_tokens
             rate = round(tokens / max(time.monotonic() - began, 1e-9))
             progress.advance(event.turns, **{"tokens/s": rate} if tokens else {})
     return StageFigures(turns, tokens, reused, time.monotonic() - began), skipped
@@ -170,7 +173,7 @@ def capture_all(
         for window in _windows(samples):
             present = {s.id for s in window if s.id in writer.done or s.id in writer.quarantined}
             reused += len(present)
-            progress.advance(sum(len(s.input_ids) for s in window if s.id in present))
+            progress.skip(sum(len(s.input_ids) for s in window if s.id in present))
             for batch in batches(window, batch_tokens):
                 missing = [sample for sample in batch if sample.id not in present]
                 if not missing:
@@ -224,9 +227,10 @@ def teach_all(
     began = time.monotonic()
     with Progress("teacher", total_tokens, unit="tokens") as progress:
         for event in teacher_pass(store, head, device=device, chunk_tokens=chunk_tokens):
-            progress.advance(event.tokens)
             if event.resumed:
                 reused += event.tokens
+                progress.skip(event.tokens)
             else:
                 tokens += event.tokens
+                progress.advance(event.tokens)
     return StageFigures(tokens, tokens, reused, time.monotonic() - began)

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from rich import box, get_console
 from rich import progress as bars
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 TABLE_WIDTH = 80
@@ -49,37 +49,50 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self.count, text=self._figures())
 
+    def skip(self, n: int) -> None:
+        """`n` units were done by an earlier run: they count, but not for the rate."""
+        with self._lock:
+            self.initial += n
+        self.advance(n)
+
     def __enter__(self) -> "Progress":
         self._began = time.monotonic()
         console = get_console()
         if console.is_terminal:
             self._bar = bars.Progress(
-                bars.TextColumn("{task.description}", markup=False),
-                bars.BarColumn(bar_width=None),
+                bars.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+                bars.BarColumn(bar_width=8),
                 bars.TaskProgressColumn(),
-                bars.TextColumn("{task.fields[text]}", markup=False),
+                # What does not fit into the line is cut at its end, so what matters least stands last.
+                bars.TextColumn(
+                    "{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
+                ),
                 console=console,
             )
             self._bar.add_task(self.title, total=self.total, completed=self.count, text=self._figures())
             self._bar.start()
-        else:
-            self._thread = threading.Thread(target=self._tick, daemon=True, name=f"progress {self.title}")
-            self._thread.start()
+        self._thread = threading.Thread(target=self._tick, daemon=True, name=f"progress {self.title}")
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
+        assert self._thread is not None
+        self._thread.join()
         if self._bar is not None:
             self._bar.stop()
-        if self._thread is not None:
-            self._thread.join()
+        else:
             self._write_line("stopped" if kind else "done")
 
     def _tick(self) -> None:
-        while not self._stopped.wait(self.every_s):
-            self._write_line("")
+        """A line in a file now and then; on a terminal the clock goes on while one batch takes long."""
+        while not self._stopped.wait(self.every_s if self._bar is None else 1.0):
+            if self._bar is None:
+                self._write_line("")
+            else:
+                self._bar.update(self._bar.task_ids[0], text=self._figures())
 
     def _write_line(self, state: str) -> None:
         share = f"{self.count / self.total:.0%}" if self.total else "100%"

@@ -38,7 +38,7 @@ def show_capture_plan(
     layers: tuple[int, ...],
 ) -> None:
     """Before the capture: exact counts, and one sample in colour."""
-    samples = f"{len(plan.ids):,} of {plan.conversations:,} conversations"
+    samples = f"{len(plan.ids):,} from {plan.conversations:,} conversations"
     if left_out := [*unanswered, *plan.skipped]:
         samples += f"; {len(left_out):,} left out, first {left_out[0].id}: {left_out[0].reason}"
     closing_table(
