@@ -48,6 +48,6 @@ def show_summary(summary: dict[str, Any], *, reused: bool, next_command: str) ->
         ("speed", f"{summary['tokens_per_s']:,.0f} tokens/s"),
         *(("chart", shown_path(chart)) for chart in summary["charts"]),
     ]
-    closing_table("The drafter is trained" + (" (reused)" if reused else ""), rows, next_command)
     if summary["tracked"]:
         get_console().print(Text(f"W&B: {summary['tracked']}"), soft_wrap=True)  # in one piece, to be pasted
+    closing_table("The drafter is trained" + (" (reused)" if reused else ""), rows, next_command)
