@@ -61,7 +61,7 @@ class Job:
 
     def outlook(self) -> dict[str, int]:
         """What is known before anything is generated; `at_most` bytes are left to write."""
-        known = len(self.journal_keys())
+        known = self._known_answers()
         written = sum(file.stat().st_size for file in (self.store / "shards").glob("*.safetensors"))
         most = len(self.conversations) * self.extraction.max_len * self.token_bytes
         return {
@@ -72,10 +72,13 @@ class Job:
             "at_most": max(0, most - written),
         }
 
-    def journal_keys(self) -> list[bytes]:
-        """Finished lines of the journal, without opening it for writing."""
+    def _known_answers(self) -> int:
+        """Finished lines of the journal, one after another and without opening it for writing."""
         path = self.store / "responses.jsonl"
-        return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            return sum(line.endswith(b"\n") for line in file)
 
     def is_done(self) -> bool:
         """Whether the store is complete, teacher pass included, and this very extraction's."""

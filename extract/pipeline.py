@@ -96,9 +96,9 @@ def answer_all(
         engine, chat, conversations, journal, sampling=sampling, verifier_sha256=verifier_sha256,
         max_len=max_len, batch_size=concurrency, keep_given=keep_given,
     )  # fmt: skip
-    total = count_turns(conversations, keep_given=keep_given)
-    if keep_given:
-        total = sum(len(conversation.exchanges()) for conversation in conversations)
+    # Given answers that are kept pass through the journal too, and are counted by the events.
+    every = sum(len(conversation.exchanges()) for conversation in conversations)
+    total = every if keep_given else count_turns(conversations, keep_given=False)
     with Progress("respond", total, unit="turns") as progress:
         for event in events:
             skipped += event.skipped
