@@ -22,7 +22,7 @@ from benchmarks.record import write_result
 from eagle3.app import launch
 from eagle3.config import Config
 from eagle3.controls import Compared, bigram_table, compare, control_counts
-from eagle3.export import load_drafter
+from eagle3.export.directory import load_drafter
 from eagle3.permuted import permuted_store
 from eagle3.report import read_texts
 from eagle3.rows import split_conversations

@@ -13,10 +13,12 @@ from torch import Tensor
 from eagle3.config import Drafter as DrafterSettings
 from eagle3.data import PackedStore, RowCounts, count_rows
 from eagle3.drafter import DrafterShape, Eagle3Drafter, initialise
-from eagle3.export import load_drafter, read_vocab
+from eagle3.export.config import serving_of
+from eagle3.export.directory import load_drafter, read_vocab
 from eagle3.rows import count_tokens, plan_rows, require_greedy, split_conversations
 from eagle3.supervision import row_counts
 from eagle3.vocab import DraftVocab, build_vocab
+from extract.numbering import DEFAULT_SGLANG
 from extract.store import Store, open_store
 from extract.verifier import VerifierSpec
 
@@ -99,6 +101,14 @@ def warn_of_large_states(rms: Sequence[float], shape: DrafterShape) -> None:
     if max(rms) > LARGE_STATES and not shape.fc_norm:
         told = ", ".join(f"layer {layer}: {value:,.0f}" for layer, value in zip(shape.capture_layers, rms, strict=True))
         log.warning("captured states are large (root mean square %s); drafter=eagle31 norms them before fusion", told)
+
+
+def warn_of_serving(shape: DrafterShape, family: str) -> None:
+    """Says before it trains that the drafter will not be servable by SGLang, if so."""
+    try:
+        serving_of(shape, family, DEFAULT_SGLANG)
+    except ValueError as error:
+        log.warning("the drafter will be written for vLLM alone: %s", error)
 
 
 def shape_of(settings: DrafterSettings, spec: VerifierSpec, capture_layers: tuple[int, ...]) -> DrafterShape:

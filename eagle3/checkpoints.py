@@ -12,14 +12,16 @@ agrees with its files is passed over by name. A full disk while saving leaves th
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from eagle3.drafter_config import Origin
-from eagle3.export import save_drafter
+from eagle3.export.config import Origin
+from eagle3.export.directory import save_drafter
 from eagle3.record import Record
 from extract.durable import sync
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 COMPLETE, TRAINER_STATE, BEST = "complete.json", "trainer.ckpt", "drafter"
 KEEP = 2
 """Newest checkpoints that stay, besides the best."""
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+"""Weights that are sharded over processes come to rank 0 as a whole; the others get nothing."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,13 @@ class Checkpoints(pl.Callback):
             self.best_step, self.best_accept_len = step, accept_len
         final = self.run_dir / "checkpoints" / f"step-{step:06d}"
         temporary = final.with_name(final.name + ".tmp")
+        # A collective, as is save_checkpoint below.
+        state: Mapping[str, Any] = get_model_state_dict(pl_module.drafter, options=WHOLE)
         if trainer.is_global_zero:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            save_drafter(pl_module.drafter, temporary / BEST, origin=self.origin)
-        trainer.save_checkpoint(temporary / TRAINER_STATE)  # a collective: every rank calls it
+            save_drafter(pl_module.drafter, temporary / BEST, origin=self.origin, state=state)
+        trainer.save_checkpoint(temporary / TRAINER_STATE)
         if trainer.is_global_zero:
             self._complete(temporary, final, step, accept_len)
             publish(self.run_dir, self.best_step)

@@ -17,14 +17,16 @@ from eagle3.build import (
     state_rms,
     warm_start_vocab,
     warn_of_large_states,
+    warn_of_serving,
 )
 from eagle3.config import Config, Hardware, Optimizer
 from eagle3.config import Drafter as DrafterSettings
 from eagle3.drafter import Eagle3Drafter
-from eagle3.drafter_config import Origin
-from eagle3.export import WEIGHTS, find_drafter
+from eagle3.export.config import Origin
+from eagle3.export.directory import WEIGHTS, find_drafter
 from eagle3.module import Recipe
 from eagle3.sampler import StepSampler
+from eagle3.weights import show_weights
 from extract.job import open_verifier
 from extract.progress import closing_table
 from extract.store_tensors import sha256_of
@@ -89,6 +91,7 @@ def plan_training(config: Config) -> TrainingPlan:
         val_fraction=config.data.val_fraction, seed=config.seed, ttt_steps=config.drafter.ttt_steps,
     )  # fmt: skip
     warn_of_large_states(state_rms(data.train, len(shape.capture_layers)), shape)
+    warn_of_serving(shape, spec.model_type)
     head = load_head(spec)
     drafter = build_drafter(shape, data.vocab, load_embedding(spec), head, init_from=init_from, seed=config.seed)
     rows_per_step = config.optimizer.batch_tokens // config.extraction.max_len
@@ -143,6 +146,7 @@ def recipe_of(drafter: DrafterSettings, optimizer: Optimizer, schedule: Schedule
 def origin_of(spec: VerifierSpec, ttt_steps: int, max_len: int) -> Origin:
     return Origin(
         verifier=spec.name,
+        verifier_family=spec.model_type,
         verifier_sha256=spec.sha256,
         tokenizer_sha256=spec.tokenizer_sha256,
         chat_template_sha256=spec.chat_template_sha256,
@@ -192,3 +196,4 @@ def show_plan(plan: TrainingPlan) -> None:
         ],
         None,
     )  # fmt: skip
+    show_weights(plan.drafter, plan.teacher_head)

@@ -59,6 +59,16 @@ class DraftVocab:
         return _share(counts, self.target_ids)
 
     @classmethod
+    def whole(cls, vocab_size: int) -> "DraftVocab":
+        """Every target id can be drafted and is its own draft id: nothing to map."""
+        return cls(torch.arange(vocab_size), vocab_size, None)
+
+    @classmethod
+    def from_offsets(cls, d2t: Int[Tensor, "D"], vocab_size: int) -> "DraftVocab":
+        """The vocabulary of a drafter that stores no `t2d`; ValueError if the ids do not rise within the verifier's."""
+        return cls(d2t.to(torch.int64) + torch.arange(len(d2t)), vocab_size, None)
+
+    @classmethod
     def from_tensors(
         cls, d2t: Int[Tensor, "D"], t2d: Bool[Tensor, "V"], *, coverage: float | None = None
     ) -> "DraftVocab":

@@ -14,7 +14,7 @@ from tiny_drafter import ORIGIN
 from eagle3.build import build_drafter, prepare_data, shape_of, state_rms, warm_start_vocab, warn_of_large_states
 from eagle3.config import Drafter as Settings
 from eagle3.drafter import DrafterShape, Eagle3Drafter
-from eagle3.export import read_shape, save_drafter
+from eagle3.export.directory import read_shape, save_drafter
 from eagle3.plan import fingerprints
 from eagle3.ttt import unroll
 from extract.verifier import VerifierSpec, load_embedding, load_head, resolve_verifier

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from eagle3 import checkpoints as module
 from eagle3.checkpoints import KEEP, Checkpoints, checkpoints
-from eagle3.export import load_drafter
+from eagle3.export.directory import load_drafter
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drafter_files import config_of, edit_tensors
 from safetensors.torch import load_file, save_file
 from tiny import edit_json, tiny_verifier
 from tiny_drafter import LAYERS, ORIGIN, PROMPTS, tiny_drafter
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from eagle3 import export, replayed
-from eagle3.export import backup_of, load_drafter, read_origin, read_shape, read_vocab, save_drafter
+from eagle3 import replayed
+from eagle3.export.directory import backup_of, load_drafter, read_origin, read_shape, read_vocab, save_drafter
 
 TENSORS = {
     "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d",
@@ -42,21 +43,6 @@ def saved(drafter, tmp_path):
 
 def embedding_of(model):
     return model.get_input_embeddings().weight.data
-
-
-def config_of(directory):
-    return json.loads((directory / "config.json").read_text())
-
-
-def edit_tensors(directory, **changes):
-    tensors = load_file(directory / "model.safetensors")
-    for name, change in changes.items():
-        key = name.replace("__", ".")
-        if change is None:
-            del tensors[key]
-        else:
-            tensors[key] = change(tensors[key]) if callable(change) else change
-    save_file(tensors, directory / "model.safetensors")
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])
@@ -95,6 +81,18 @@ def test_capture_layers_are_in_the_numbering_of_each_engine(model, tmp_path):
     assert config["eagle_config"]["use_aux_hidden_state"] is True
 
 
+def test_capture_layers_are_told_by_the_verifiers_family(model, tmp_path):
+    drafter = tiny_drafter(model, capture_layers=(3, 4, 6))
+    directory = save_drafter(drafter, tmp_path / "d", origin=replace(ORIGIN, verifier_family="kimi_k25"))
+    config = config_of(directory)
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [3, 4, 6], "SGLang 0.5.16 adds nothing here"
+    assert config["sglang_versions"] == ["0.5.14", "0.5.16", "0.5.18", "0.5.20", "0.5.23"]
+    assert read_shape(directory).capture_layers == (3, 4, 6)
+    edit_json(directory / "config.json", sglang_versions=["0.5.12.post1"])
+    with pytest.raises(ValueError, match=r"contradict each other: .*in SGLang 0.5.12.post1 for kimi_k25': \[4, 5, 7\]"):
+        read_shape(directory)
+
+
 def test_position_limit_is_the_verifiers_and_the_trained_length_is_noted(saved):
     assert config_of(saved)["max_position_embeddings"] == 512
     assert read_origin(saved) == ORIGIN and ORIGIN.max_len == 64
@@ -117,15 +115,27 @@ def test_tensors_are_those_that_engines_read_and_no_embedding(saved, model, tmp_
     assert torch.equal(loaded.embedding, embedding_of(model))
 
 
-@pytest.mark.parametrize("size", [200, 320])
-def test_vocabulary_maps_are_in_the_weight_file(model, tmp_path, size):
-    drafter = tiny_drafter(model, draft_vocab_size=size)
-    directory = save_drafter(drafter, tmp_path / "d", origin=ORIGIN)
-    tensors = load_file(directory / "model.safetensors")
-    targets = tensors["d2t"] + torch.arange(size)
+def test_vocabulary_maps_are_in_the_weight_file(saved):
+    tensors = load_file(saved / "model.safetensors")
+    targets = tensors["d2t"] + torch.arange(200)
     assert torch.equal(targets, tensors["t2d"].nonzero()[:, 0])
-    assert config_of(directory)["draft_vocab_size"] == size, "never null, which means the verifier's head"
-    assert torch.equal(read_vocab(directory).target_ids, targets)
+    assert config_of(saved)["draft_vocab_size"] == 200
+    assert torch.equal(read_vocab(saved).target_ids, targets)
+
+
+def test_a_whole_vocabulary_has_a_head_of_its_own_and_no_maps(model, tmp_path):
+    drafter = tiny_drafter(model, draft_vocab_size=320)
+    drafter.lm_head.weight.data += 0.1
+    directory = save_drafter(drafter, tmp_path / "d", origin=ORIGIN, dtype=torch.float32)
+    assert set(load_file(directory / "model.safetensors")) == TENSORS - {"d2t", "t2d"}, "vLLM refuses them then"
+    assert config_of(directory)["draft_vocab_size"] == 320, "never null, which means the verifier's head"
+    again = load_drafter(directory, embedding_of(model))
+    assert torch.equal(again.lm_head.weight, drafter.lm_head.weight)
+    assert torch.equal(again.target_ids(torch.arange(320)), torch.arange(320)) and bool(again.t2d.all())
+    assert torch.equal(read_vocab(directory).target_ids, torch.arange(320))
+    with_maps = {**load_file(directory / "model.safetensors"), "d2t": again.d2t, "t2d": again.t2d}
+    save_file(with_maps, directory / "model.safetensors")
+    assert read_vocab(directory).size == 320, "other programs write them, and they map nothing"
 
 
 @pytest.mark.parametrize(
@@ -153,10 +163,11 @@ def test_a_config_with_the_fewest_keys_is_read(saved, drafter, model):
     """The form of other exporters: top-level ids and rope_theta, no capture_layers, no flags, no origin."""
     config = config_of(saved)
     for key in ("capture_layers", "rope_parameters", "rope_scaling", "fc_norm", "norm_output", "origin",
-                "chat_template_sha256"):  # fmt: skip
+                "chat_template_sha256", "verifier_family", "sglang_versions"):  # fmt: skip
         del config[key]
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "use_aux_hidden_state": True}
     (saved / "config.json").write_text(json.dumps(config))
+    edit_tensors(saved, word=False)  # other exporters leave no word on the network with the weights
     shape = load_drafter(saved, embedding_of(model)).shape
     assert shape == replace(drafter.shape, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
     assert read_origin(saved) is None
@@ -169,7 +180,7 @@ def test_a_config_with_the_fewest_keys_is_read(saved, drafter, model):
         ({"capture_layers": [1, 2, 5]}, "capture layers contradict each other"),
         ({"draft_vocab_size": None}, "draft_vocab_size is None.*verifier's head"),
         ({"draft_vocab_size": 321}, "draft_vocab_size 321 exceeds vocab_size 320"),
-        ({"draft_vocab_size": 199}, r"lm_head.weight is BF16 \[200, 48\], must be BF16 \[199, 48\]"),
+        ({"draft_vocab_size": 199}, "draft_vocab_size is 199, the weights were trained with 200"),
         ({"rope_theta": 10000.0}, "rope_parameters .* and rope_theta/rope_scaling .* contradict"),
         ({"rope_theta": None, "rope_parameters": None}, "names neither rope_parameters nor rope_theta"),
         ({"norm_before_residual": True}, "norm_before_residual is set"),
@@ -215,9 +226,19 @@ def test_a_cut_off_file_and_an_absent_directory_are_named(saved, model, tmp_path
         load_drafter(saved, embedding_of(model))
 
 
+def test_a_server_of_another_user_can_read_it(saved):
+    assert [path.stat().st_mode & 0o777 for path in (saved, *sorted(saved.iterdir()))] == [0o755, 0o644, 0o644]
+
+
 def test_an_embedding_of_another_verifier_is_refused(saved):
     with pytest.raises(ValueError, match=r"is verifier\.path the model"):
         load_drafter(saved, torch.zeros(321, 48))
+
+
+def test_the_same_drafter_gives_the_same_bytes(drafter, tmp_path):
+    """Runs and evaluations are told apart by the hash of these files."""
+    paths = [save_drafter(drafter, tmp_path / str(i), origin=ORIGIN) / "model.safetensors" for i in range(8)]
+    assert len({path.read_bytes() for path in paths}) == 1
 
 
 def test_saving_replaces_the_old_one_whole(saved, model):
@@ -253,7 +274,7 @@ def test_a_full_disk_leaves_the_old_one(saved, drafter, model, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr("eagle3.export.directory.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         save_drafter(tiny_drafter(model, seed=5), saved, origin=ORIGIN)
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from scripts import ROOT, Script, killed, run, succeed
 from tiny_job import settings
 from whole_job import ENGINE_STARTS, named_run, values_by_step
 
-from eagle3.export import read_vocab
+from eagle3.export.directory import read_vocab
 from extract.store import open_store, verify
 
 INTERRUPTED = {"extract": "extract.journal:Journal.append", "train": "eagle3.record:Record._emit_train"}

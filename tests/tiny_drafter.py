@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle3.drafter import DrafterShape, Eagle3Drafter, initialise
-from eagle3.drafter_config import Origin
+from eagle3.export.config import Origin
 from eagle3.replayed import capture
 from eagle3.truth import plain_greedy
 from eagle3.ttt import unroll
@@ -17,6 +17,7 @@ PROMPTS = [[1, 7, 20, 31], [1, 90, 14, 5, 250, 33, 8], [1, 44], [1, 300, 2, 61, 
 
 ORIGIN = Origin(
     verifier="tiny",
+    verifier_family="llama",
     verifier_sha256="a" * 64,
     tokenizer_sha256="b" * 64,
     chat_template_sha256="c" * 64,
@@ -58,13 +59,27 @@ def tiny_drafter(model: PreTrainedModel, *, always: Sequence[int] = (), seed: in
 
 
 def trained_drafter(
-    model: PreTrainedModel, *, tokens: int = 24, steps: int = 16, ttt_steps: int = 3, **changes
+    model: PreTrainedModel,
+    *,
+    tokens: int = 24,
+    steps: int = 16,
+    ttt_steps: int = 3,
+    norm_scale: float = 1.0,
+    **changes,
 ) -> Eagle3Drafter:
-    """Trained on the greedy answers to `PROMPTS` by plain cross-entropy; it drafts most of them, not all."""
+    """Trained on the greedy answers to `PROMPTS` by plain cross-entropy; it drafts most of them, not all.
+
+    Norms start uniform in (1 / norm_scale, norm_scale), so that a norm that is not read matters.
+    """
     answers = plain_greedy(model, PROMPTS, max_new_tokens=tokens, end_of_turn_ids=())
     texts = [capture(model, p, a, LAYERS) for p, a in zip(PROMPTS, answers, strict=True)]
     texts = [type(t)(t.prompt_tokens, t.input_ids, t.aux.clone(), t.logits.clone()) for t in texts]
     drafter = tiny_drafter(model, always=sorted({t for a in answers for t in a}), **changes).train()
+    generator = torch.Generator().manual_seed(1)
+    for module in drafter.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            spread = torch.rand(module.weight.shape, generator=generator) * 2 - 1
+            module.weight.data *= norm_scale**spread
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for _ in range(steps):
         loss = torch.zeros(())

@@ -1,7 +1,8 @@
 """config.json of a drafter directory: written in the spellings of both engines, read back without guessing.
 
-Capture layer k is the residual stream after k decoder layers. SGLang's nested list names the layer whose output that
-is (k-1, it adds one), vLLM's top-level list the layer whose input it is (k). `capture_layers` says k outright.
+Capture layer k is the residual stream after k decoder layers, the input of layer k. vLLM's top-level list says k.
+SGLang's nested list is what `extract.numbering` makes of k for the verifier's family and the `sglang_versions` that
+the directory is written for. `capture_layers` says k outright.
 """
 
 import json
@@ -9,11 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.drafter import DrafterShape
+from packaging.version import Version
 
+from eagle3.drafter import DrafterShape
+from extract.numbering import known_version, sglang_captures, sglang_layer_ids, versions_capturing
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("fc_norm", "norm_output")
+SINCE = {"fc_norm": "0.5.12.post1", "norm_output": "0.5.12.post1"}
+"""SGLang versions before these leave a flag unread and compute another network (read in its llama_eagle3.py)."""
 FIXED = {
     "architectures": [ARCHITECTURE],
     "model_type": "llama",
@@ -49,6 +56,8 @@ class Origin:
     """What a drafter was made for: later stages compare it with what they run."""
 
     verifier: str
+    verifier_family: str
+    """`model_type` of its text model: engines number its layers by it."""
     verifier_sha256: str
     tokenizer_sha256: str
     chat_template_sha256: str
@@ -59,13 +68,50 @@ class Origin:
     """Tokens of the longest row trained on; `max_position_embeddings` is the verifier's and may be more."""
 
 
-def config_of(shape: DrafterShape, origin: Origin, dtype: str) -> dict[str, Any]:
-    """The whole config.json; `dtype` as in torch_dtype."""
-    origin_values = asdict(origin)
+@dataclass(frozen=True)
+class Serving:
+    """What SGLang is told of the captured layers."""
+
+    family: str
+    ids: tuple[int, ...]
+    versions: tuple[str, ...]
+    """All known versions in which `ids` mean the captured layers and the whole network is computed."""
+
+
+def serving_of(shape: DrafterShape, family: str, version: str) -> Serving:
+    """For a verifier of `family`, served by SGLang `version`.
+
+    Raises:
+        ValueError: no list says these layers there, or that version does not compute this network.
+    """
+    ids = sglang_layer_ids(family, version, shape.capture_layers)
+    for flag, since in _needed(shape):
+        if Version(known_version(version)) < since:
+            raise ValueError(f"SGLang {version} does not know {flag} and would draft something else; {since} does")
+    versions = {*versions_capturing(family, ids, shape.capture_layers), known_version(version)}
+    able = [v for v in versions if all(Version(v) >= since for _, since in _needed(shape))]
+    return Serving(family, tuple(ids), tuple(sorted(able, key=Version)))
+
+
+def _needed(shape: DrafterShape) -> list[tuple[str, Version]]:
+    return [(flag, Version(since)) for flag, since in SINCE.items() if getattr(shape, flag)]
+
+
+def config_of(
+    shape: DrafterShape, dtype: str, *, family: str, serving: Serving | None, origin: Origin | None
+) -> dict[str, Any]:
+    """The whole config.json.
+
+    Args:
+        dtype: as in torch_dtype.
+        family: `model_type` of the verifier.
+        serving: None where SGLang cannot be told the layers; vLLM can.
+        origin: None for a drafter that another program trained.
+    """
     rope = dict(shape.rope_parameters)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     flags = {"fc_norm": shape.fc_norm, "norm_output": shape.norm_output}
-    end_of_turn = list(origin.end_of_turn_ids)
+    nested = {} if serving is None else {LAYER_IDS: list(serving.ids)}
     return {
         **FIXED,
         **{key: getattr(shape, name) for key, name in SIZES.items()},
@@ -74,30 +120,55 @@ def config_of(shape: DrafterShape, origin: Origin, dtype: str) -> dict[str, Any]
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if scaling["rope_type"] == "default" else {**scaling, "type": scaling["rope_type"]},
         "torch_dtype": dtype,
-        "eos_token_id": end_of_turn[0] if len(end_of_turn) == 1 else end_of_turn,
         "capture_layers": list(shape.capture_layers),
         LAYER_IDS: list(shape.capture_layers),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            LAYER_IDS: [k - 1 for k in shape.capture_layers],
-            **flags,
-        },
+        "eagle_config": {"use_aux_hidden_state": True, **nested, **flags},
         **flags,
-        "chat_template_sha256": origin_values.pop("chat_template_sha256"),
-        "origin": origin_values,
+        "verifier_family": family,
+        "sglang_versions": [] if serving is None else list(serving.versions),
+        **({} if origin is None else _said_of(origin)),
     }
+
+
+def _said_of(origin: Origin) -> dict[str, Any]:
+    values = asdict(origin)
+    del values["verifier_family"]
+    end_of_turn = list(origin.end_of_turn_ids)
+    return {
+        "eos_token_id": end_of_turn[0] if len(end_of_turn) == 1 else end_of_turn,
+        "chat_template_sha256": values.pop("chat_template_sha256"),
+        "origin": values,
+    }
+
+
+def origin_of_config(config: dict[str, Any], file: Path) -> Origin | None:
+    """What `config_of` was told; None where it was told none, ValueError where it is not what it writes."""
+    if "origin" not in config:
+        return None
+    try:
+        apart = {key: config[key] for key in ("chat_template_sha256", "verifier_family")}
+        values = {**config["origin"], **apart}
+        return Origin(**{**values, "end_of_turn_ids": tuple(values["end_of_turn_ids"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: origin is not what this program writes ({error}); train again") from None
 
 
 def read_config(file: Path) -> dict[str, Any]:
     """The JSON object of a drafter's config.json; ValueError names the file."""
+    config = read_json(file)
+    if config.get("torch_dtype") not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"{file}: torch_dtype is {config.get('torch_dtype')!r}, must be bfloat16, float16 or float32")
+    return config
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Any JSON object; ValueError names the file."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: unreadable ({error}); export the drafter again") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file}: is no JSON object")
-    if config.get("torch_dtype") not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"{file}: torch_dtype is {config.get('torch_dtype')!r}, must be bfloat16, float16 or float32")
     return config
 
 
@@ -124,7 +195,7 @@ def shape_of(config: dict[str, Any], file: Path) -> DrafterShape:
         **sizes,
         capture_layers=_capture_layers(config, nested, file),
         rms_norm_eps=float(eps),
-        rope_parameters=_rope(config, file),
+        rope_parameters=rope_of(config, file),
         **{flag: _flag(flag, config, nested, file) for flag in FLAGS},
     )
 
@@ -140,12 +211,11 @@ def _positive(config: dict[str, Any], key: str, file: Path) -> int:
 def _capture_layers(config: dict[str, Any], nested: dict[str, Any], file: Path) -> tuple[int, ...]:
     """k from every spelling that is there; they must agree. Without any, engines would guess: refused."""
     said = {}
-    if config.get("capture_layers") is not None:
-        said["capture_layers"] = list(config["capture_layers"])
-    if config.get(LAYER_IDS) is not None:
-        said[LAYER_IDS] = list(config[LAYER_IDS])
+    for key in ("capture_layers", LAYER_IDS):
+        if config.get(key) is not None:
+            said[key] = layer_list(config[key], key, file)
     if nested.get(LAYER_IDS) is not None:
-        said[f"eagle_config.{LAYER_IDS} + 1"] = [k + 1 for k in nested[LAYER_IDS]]
+        said |= _as_sglang_reads(config, layer_list(nested[LAYER_IDS], f"eagle_config.{LAYER_IDS}", file), file)
     if not said:
         raise ValueError(f"{file}: names no capture layers (capture_layers or {LAYER_IDS}); engines would guess them")
     layers, *others = said.values()
@@ -154,7 +224,28 @@ def _capture_layers(config: dict[str, Any], nested: dict[str, Any], file: Path) 
     return tuple(layers)
 
 
-def _rope(config: dict[str, Any], file: Path) -> dict[str, Any]:
+def layer_list(value: Any, key: str, file: Path) -> list[int]:
+    """`value` if it is a list of layer numbers; ValueError names file and key."""
+    if not isinstance(value, list) or not value or not all(type(layer) is int and layer >= 0 for layer in value):
+        raise ValueError(f"{file}: {key} is {value!r}, must be a list of layer numbers")
+    return value
+
+
+def _as_sglang_reads(config: dict[str, Any], ids: list[int], file: Path) -> dict[str, list[int]]:
+    """k by the rule of family and versions that the file names; other programs' files name none and mean plus one."""
+    family, versions = config.get("verifier_family"), config.get("sglang_versions")
+    if family is None or not versions:
+        return {f"eagle_config.{LAYER_IDS} + 1": [layer + 1 for layer in ids]}
+    try:
+        return {
+            f"eagle_config.{LAYER_IDS} in SGLang {version} for {family}": sglang_captures(family, version, ids)
+            for version in versions
+        }
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def rope_of(config: dict[str, Any], file: Path) -> dict[str, Any]:
     """New-style parameters from either spelling; they must agree where both are there."""
     old, new = _old_rope(config), config.get("rope_parameters")
     if new is None and old is None:

@@ -1,0 +1,1 @@
+"""The drafter directory: written, read, held against what engines make of it, converted from and to other forms."""
