@@ -1,14 +1,15 @@
-# make demo    the whole pipeline on a laptop: a real model, a trained drafter, its acceptance length
-# make test    all tests
-# make check   format, lint, types
-# Each sets up .venv by itself and repeats in seconds.
+# make demo        the whole pipeline on a laptop: a real model, a trained drafter, its acceptance length
+# make test        all tests
+# make check       format, lint, types
+# make vllm-env    an environment for vLLM, in which evaluate.py server=vllm judges a drafter
+# Each sets up what it needs by itself, .venv and .venv-vllm, and repeats in seconds.
 
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-check test check install
+.PHONY: demo demo-check test check install vllm-env
 
 demo: $(STAMP)
 	$(PY) extract.py
@@ -18,7 +19,7 @@ demo: $(STAMP)
 demo-check: $(STAMP)
 	$(PY) -m benchmarks.demo_check
 
-test: $(STAMP)
+test: $(STAMP) vllm-env
 	$(PY) -m pytest
 
 check: $(STAMP)
@@ -27,6 +28,9 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 
 install: $(STAMP)
+
+vllm-env:
+	@PYTHON=$(PYTHON) constraints/environment.sh vllm
 
 $(STAMP): pyproject.toml constraints/base.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'

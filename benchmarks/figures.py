@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import FRESH, RESULTS, read_result
+from eagle3.gate import Counts, total
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
@@ -50,7 +51,23 @@ def extraction() -> str:
     )
 
 
-BLOCKS = {"quickstart": quickstart, "demo_check": demo_check, "extraction": extraction}
+def served() -> str:
+    result = read_result("served")
+    names = (("engine", f"{result['engine']}, its own count"), ("in_process", "our decoder, along vLLM's text"),
+             ("replayed", "training's path, replayed on that text"))  # fmt: skip
+    lines = ["| counted by | acceptance length | accepted at position 1, 2, 3 … |", "|---|---|---|"]
+    for key, name in names:
+        counts = total(Counts(row[key]["verifications"], tuple(row[key]["accepted"])) for row in result["rows"])
+        lines.append(f"| {name} | {counts.length:.3f} | {' '.join(f'{rate:.3f}' for rate in counts.rates)} |")
+    equal = sum(row["parting"] is None for row in result["rows"])
+    return "\n".join(lines) + (
+        f"\n\n{len(result['rows'])} prompts, {sum(row['tokens'] for row in result['rows']):,} tokens; {equal} texts "
+        f"are those that vLLM writes without the drafter, the others part at bf16 ties. On {result['device']}; "
+        f"`{result['command']}` measures it again."
+    )
+
+
+BLOCKS = {"quickstart": quickstart, "demo_check": demo_check, "extraction": extraction, "served": served}
 
 
 def rendered(text: str) -> str:

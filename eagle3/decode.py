@@ -168,12 +168,18 @@ def decode(
     drafts: int,
     max_new_tokens: int,
     end_of_turn_ids: Collection[int],
+    follow: Sequence[int] | None = None,
 ) -> Decoded:
-    """One greedy response by speculative decoding."""
+    """One greedy response by speculative decoding; `follow` is a finished response to be led along instead."""
+
+    def next_ids(last: Float[Tensor, "n H"]) -> list[int]:
+        return verifier.next_ids(last) if follow is None else list(follow[len(response) :][: len(last)])
+
     began = time.perf_counter()
     verifier.reset()
     aux, last = verifier.forward(prompt_ids)
-    response = verifier.next_ids(last[-1:])
+    response: list[int] = []
+    response += next_ids(last[-1:])
     prefilled = time.perf_counter()
     cache = DraftCache(drafter, len(prompt_ids) + max_new_tokens + drafts)
     unread = [*prompt_ids[1:], response[0]]  # the tokens that the drafter's new rows read
@@ -182,7 +188,7 @@ def decode(
         steps = min(drafts, max_new_tokens - len(response))
         proposed = cache.draft(aux, unread, steps)
         aux, last = verifier.forward([response[-1], *proposed])
-        new, accepted = _accept(proposed, verifier.next_ids(last), end_of_turn_ids)
+        new, accepted = _accept(proposed, next_ids(last), end_of_turn_ids)
         rounds.append(Round(cache.rows - 1, tuple(proposed), accepted))
         # Kept in the cache are the token that was fed first and the accepted drafts; the newest token is not in it yet.
         verifier.drop(steps - accepted)

@@ -61,8 +61,8 @@ def evaluate(
         OutputDiffers, ReplayDiffers: this program is at fault, with prompt and place.
         ValueError: a model that is not in float32, or a drafter that does not belong to it.
     """
-    _check_fit(model, drafter)
-    with _full_float32():
+    check_fit(model, drafter)
+    with full_float32():
         results = _evaluate_all(model, drafter, questions, settings, check_prompts, advance)
     return make_report(results, settings.drafts, settings.bootstrap, settings.seed)
 
@@ -76,7 +76,7 @@ def _evaluate_all(
     advance: Advance,
 ) -> list[PromptResult]:
     results: list[PromptResult] = []
-    decode_one = _Decoder(model, drafter.eval(), settings)
+    decode_one = Decoder(model, drafter.eval(), settings)
     while prompts := questions.next_round():
         check_prompts(prompts)
         for first in range(0, len(prompts), PLAIN_BATCH):
@@ -91,7 +91,7 @@ def _evaluate_all(
 
 
 @contextmanager
-def _full_float32() -> Iterator[None]:
+def full_float32() -> Iterator[None]:
     """TF32 and its like would make a tie of every second difference."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -101,7 +101,7 @@ def _full_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class _Decoder:
+class Decoder:
     """All that is done with one prompt, and what does not change from one to the next."""
 
     def __init__(self, model: PreTrainedModel, drafter: Eagle3Drafter, settings: Settings):
@@ -135,15 +135,23 @@ class _Decoder:
             plain_s=plain_s if timed else None,
         )
 
-    def _decode(self, prompt: Prompt) -> Decoded:
+    def follow(
+        self, prompt: Prompt, response: Sequence[int], text: replayed.Capture, *, plain_s: float, speculative_s: float
+    ) -> PromptResult:
+        """Our own counts along a response that an engine wrote in so many seconds."""
+        decoded = self._decode(prompt, follow=response)
+        return replace(self._replayed(prompt, decoded, text), plain_s=plain_s, speculative_s=speculative_s)
+
+    def _decode(self, prompt: Prompt, follow: Sequence[int] | None = None) -> Decoded:
         with Verifier(self.model, self.drafter.shape.capture_layers) as verifier:
             return decode(
                 verifier,
                 self.drafter,
                 prompt.ids,
                 drafts=self.settings.drafts,
-                max_new_tokens=self.settings.max_new_tokens,
+                max_new_tokens=self.settings.max_new_tokens if follow is None else len(follow),
                 end_of_turn_ids=self.settings.end_of_turn_ids,
+                follow=follow,
             )
 
     def _replayed(self, prompt: Prompt, decoded: Decoded, text: replayed.Capture) -> PromptResult:
@@ -172,7 +180,7 @@ class _Decoder:
         )
 
 
-def _check_fit(model: PreTrainedModel, drafter: Eagle3Drafter) -> None:
+def check_fit(model: PreTrainedModel, drafter: Eagle3Drafter) -> None:
     head = model.get_output_embeddings().weight
     if head.dtype != torch.float32 or drafter.fc.weight.dtype != torch.float32:
         raise ValueError(

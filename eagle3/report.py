@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle3.bootstrap import Interval, pooled
-from eagle3.drafter_config import Origin
+from eagle3.export.config import Origin
 from extract.durable import replace_file
 from extract.progress import closing_table
 from extract.verifier import VerifierSpec
@@ -70,6 +70,14 @@ class Report:
     """At batch 1, with the prompt's forward, on the same prompts as the next."""
     speculative_tokens_s: float | None
     speculative_tokens_s_all: float
+
+    @property
+    def pooled(self) -> "Report":
+        """What it has in common with an evaluation in an engine."""
+        return self
+
+    def verdict(self) -> None:
+        """Nothing is left to judge: counts and texts were compared prompt by prompt while decoding."""
 
     @property
     def speed_up(self) -> float | None:

@@ -5,7 +5,9 @@ best logits lie closer than that, its greedy choice depends on the shape: a tie.
 Legend: R response tokens, V vocabulary, B prompts of a batch.
 """
 
+import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -19,6 +21,13 @@ TIE = 2e-5
 """Logits closer than this, relative to the largest one, are equal in float32 after some hundred additions a layer.
 
 Measured with SmolLM2-135M: one forward of many rows against one of a few moves logits by at most 4e-6 of the largest.
+"""
+
+
+BF16_TIE_ULPS = 2.0
+"""An engine in bf16 may take a token whose float32 logit lies so many bf16 steps below the best one.
+
+Measured with SmolLM2-135M on 3,456 tokens that transformers, vLLM and SGLang wrote in bf16: at most 1.4.
 """
 
 
@@ -105,3 +114,43 @@ def shortfall(logits: Float[Tensor, "R V"], tokens: Sequence[int]) -> Float[Tens
     """How far the logit of each token lies below the best one, relative to the largest logit in size."""
     chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     return (logits.amax(-1) - chosen) / logits.abs().amax(-1)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two greedy texts of one engine part, and how far apart the verifier sees the two tokens."""
+
+    at: int
+    tokens: tuple[int | None, int | None]
+    """None: that text has ended."""
+    ulps: float
+    """bf16 steps by which the worse of the two lies below the verifier's best logit; infinite if one text ended."""
+
+    @property
+    def tie(self) -> bool:
+        return self.ulps <= BF16_TIE_ULPS
+
+
+def parting(response: Sequence[int], other: Sequence[int], logits: Float[Tensor, "R V"]) -> Parting | None:
+    """The first difference of two texts; None if they are equal.
+
+    `logits`: the verifier's in float32, one row for each token of `response`. What follows the first difference has
+    another history and says nothing.
+    """
+    at = first_difference(response, other)
+    if at is None:
+        return None
+    tokens = [text[at] if at < len(text) else None for text in (response, other)]
+    there = [token for token in tokens if token is not None]
+    if len(there) < 2:
+        return Parting(at, (tokens[0], tokens[1]), math.inf)
+    ulps = shortfall_ulps(logits[at : at + 1].expand(2, -1), there)
+    return Parting(at, (tokens[0], tokens[1]), float(ulps.max()))
+
+
+def shortfall_ulps(logits: Float[Tensor, "R V"], tokens: Sequence[int]) -> Float[Tensor, "R"]:
+    """How far the logit of each token lies below the best one, in bf16 steps at the best one."""
+    best = logits.float().amax(-1)
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    # bf16 keeps 8 bits of the mantissa, the leading one included.
+    return (best - chosen) / torch.ldexp(torch.ones_like(best), torch.frexp(best).exponent - 8)

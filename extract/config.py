@@ -34,8 +34,9 @@ class Hardware:
     """Where the verifier runs in process, and where the drafter trains."""
     devices: PositiveInt
     """Processes of a training, one a device."""
-    strategy: Literal["auto", "ddp"]
-    """Lightning strategy: `auto` is one process, `ddp` needs devices > 1."""
+    strategy: Literal["auto", "ddp", "fsdp"]
+    """`auto` is one process, the others need devices > 1. `ddp`: each holds the whole drafter and its optimizer state;
+    `fsdp`: each holds a part of them (FSDP2), for drafters that do not fit otherwise."""
     precision: Literal["32-true", "bf16-mixed"]
     """Matrix products of the drafter's training. Weights and optimizer state are float32 either way."""
     micro_rows: PositiveInt
@@ -51,7 +52,7 @@ class Hardware:
         if (self.devices > 1) == (self.strategy == "auto"):
             raise ValueError(
                 f"hardware.devices={self.devices} contradicts hardware.strategy={self.strategy}: "
-                "use auto for one device, ddp for several"
+                "use auto for one device, ddp or fsdp for several"
             )
 
 
@@ -75,19 +76,32 @@ class Verifier:
 
 @dataclass(frozen=True, config=STRICT)
 class Server:
-    engine: Literal["inprocess"]
-    """What runs the verifier. `inprocess`: transformers in this process."""
+    engine: Literal["inprocess", "vllm"]
+    """What runs the verifier. `inprocess`: transformers in this process; `vllm`: a server in its own environment."""
     python: str | None
     """Interpreter of an engine with its own environment; inprocess has none."""
-    env: dict[str, Any]
+    env: dict[str, str | Int | Float]
     """Environment of the engine's processes."""
     flags: dict[str, Any]
-    """Command-line flags of the engine."""
+    """Command-line flags of the engine: true is the bare flag, false its --no- form, null leaves it out."""
+    start_timeout_s: PositiveFloat | None
+    """Seconds from the start of a server until it is ready; then it is stopped and its log shown."""
+    request_timeout_s: PositiveFloat | None
+    """Seconds for one answer of a server; then it counts as hung."""
 
     def __post_init__(self) -> None:
-        if self.engine == "inprocess" and (self.python or self.env or self.flags):
+        needed = {"python": self.python, "start_timeout_s": self.start_timeout_s,
+                  "request_timeout_s": self.request_timeout_s}  # fmt: skip
+        if self.engine == "inprocess":
+            told = [key for key, value in (needed | {"env": self.env, "flags": self.flags}).items() if value]
+            if told:
+                raise ValueError(
+                    f"server.engine=inprocess runs in this process and takes no server.{', server.'.join(told)}"
+                )
+        elif missing := [key for key, value in needed.items() if not value]:
             raise ValueError(
-                "server.engine=inprocess runs in this process and takes no server.python, server.env or server.flags"
+                f"server.engine={self.engine} is a process of its own and needs server.{', server.'.join(missing)}; "
+                f"server={self.engine} sets them, and `make {self.engine}-env` makes the interpreter"
             )
 
 

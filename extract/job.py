@@ -106,6 +106,11 @@ def open_job(
     Raises:
         ValueError: naming file, key or sample, and the remedy.
     """
+    if server.engine not in ENGINES:
+        raise ValueError(
+            f"server.engine={server.engine} cannot capture hidden states; extract with server=inprocess, and judge the "
+            f"drafter in that engine: evaluate.py server={server.engine}"
+        )
     if extraction.temperature > 0 or extraction.responses == "keep":
         log.warning(
             "acceptance length is defined on the verifier's greedy responses, and train.py refuses a store whose "

@@ -78,6 +78,7 @@ def tiny_config(
     vocab_size: int = TOKENIZER_SIZE,
     max_positions: int = 512,
     rope_theta: float = 10000.0,
+    initializer_range: float = 0.25,
 ):
     """The text config of a tiny verifier; head_dim None means hidden / heads."""
     return AutoConfig.for_model(
@@ -93,7 +94,7 @@ def tiny_config(
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         tie_word_embeddings=tied,
         rms_norm_eps=1e-5,
-        initializer_range=0.25,
+        initializer_range=initializer_range,
         bos_token_id=1,
         eos_token_id=END_OF_TURN_ID,
         pad_token_id=END_OF_TURN_ID,
@@ -136,7 +137,7 @@ def tiny_verifier(
 
     options (see `tiny_config`): family ("llama", "qwen3" …), tied, layers, hidden, heads, kv_heads, head_dim,
     intermediate, vocab_size (of the config; the tokenizer always has `TOKENIZER_SIZE` ids), max_positions,
-    rope_theta.
+    rope_theta, initializer_range (0.25 writes chaotic text, 0.1 repeats itself enough to be learned in seconds).
     sharded: several weight files and an index; nested: a Llava wrapper around the text model.
     """
     directory = Path(directory)

@@ -54,3 +54,30 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees the model; the engine cannot be used afterwards."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One greedy answer of a server. The last two are empty where it decodes without a drafter."""
+
+    ids: tuple[int, ...]
+    """With the end-of-turn token, if there is one."""
+    finish_reason: str
+    """stop or length."""
+    accepted: tuple[int, ...]
+    """Drafts that each verification accepted, those past the end of the answer included."""
+    drafted: tuple[int, ...]
+    """Drafts that each verification was given."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Counters:
+    """A server's own totals of speculative decoding since its start."""
+
+    drafts: int
+    """Verifications: chains of drafts that the verifier has read."""
+    draft_tokens: int
+    accepted: int
+    accepted_per_pos: tuple[int, ...]
+    """How many verifications accepted the draft at each position."""
