@@ -41,8 +41,10 @@ class Drafter:
     """Uniform noise in (-noise_std, noise_std) added to the captured states in training; 0 draws none."""
     draft_vocab_size: PositiveInt
     """D, tokens that can be drafted; the verifier's vocabulary size makes every token draftable."""
-    loss: Literal["soft_ce"]
-    """soft_ce: cross-entropy against the verifier's distribution over the draft vocabulary."""
+    loss: Literal["soft_ce", "lk_alpha", "lk_lambda", "tv"]
+    """Of a draft, alpha being the chance that sampling accepts it. soft_ce: cross-entropy against the verifier's
+    distribution over the draft vocabulary; tv: 1 - alpha; lk_alpha: -log alpha; lk_lambda: from soft_ce to tv as alpha
+    rises. Formulas: eagle3/row_losses.py."""
     fc_norm: bool
     """EAGLE-3.1: an RMSNorm for each captured layer before they are fused."""
     norm_output: bool

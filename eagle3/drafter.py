@@ -158,10 +158,11 @@ class Eagle3Drafter(nn.Module):
 
 
 def _rope_config(shape: DrafterShape) -> LlamaConfig:
+    # Of one head: a rotation reads no more, and a LlamaConfig refuses heads that do not divide the hidden size.
     return LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
+        hidden_size=shape.head_dim,
+        num_attention_heads=1,
+        num_key_value_heads=1,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_position_embeddings,
         rope_parameters=dict(shape.rope_parameters),

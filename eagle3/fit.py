@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.strategies import DDPStrategy, Strategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
 from eagle3.checkpoints import Checkpoint, Checkpoints
 from eagle3.data import loader
@@ -17,11 +17,16 @@ from eagle3.runlog import RunLog, SilentRunLog
 from extract.progress import Progress
 
 ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
-STRATEGIES: dict[str, Callable[[], Strategy | str]] = {
-    "auto": lambda: "auto",
+STRATEGIES: dict[str, Callable[[int], Strategy | str]] = {
+    "auto": lambda devices: "auto",
     # Buffers are frozen tables and sums of one rank: neither is to be sent around before every step.
-    "ddp": lambda: DDPStrategy(broadcast_buffers=False),
+    "ddp": lambda devices: DDPStrategy(broadcast_buffers=False),
+    # One file with the whole state: a checkpoint does not tell how many processes wrote it.
+    "fsdp": lambda devices: ModelParallelStrategy(
+        data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False
+    ),
 }
+"""By the name that `hardware.strategy` gives them; all take the number of devices."""
 
 
 class StopAfter(pl.Callback):
@@ -57,7 +62,7 @@ def fit(plan: TrainingPlan, runlog: RunLog | SilentRunLog, run_dir: Path, start:
         trainer = pl.Trainer(
             accelerator=ACCELERATORS[hardware.accelerator],
             devices=hardware.devices,
-            strategy=STRATEGIES[hardware.strategy](),
+            strategy=STRATEGIES[hardware.strategy](hardware.devices),
             precision=hardware.precision,
             accumulate_grad_batches=schedule.micro_batches,
             max_epochs=1,  # the sampler runs over all epochs in one iteration

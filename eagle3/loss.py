@@ -1,6 +1,6 @@
 """The head and the loss of all TTT steps at once, in chunks, so that no [tokens, D] float32 tensor outlives its chunk.
 
-    loss = sum_k decay^k * sum over M_k of CE(teacher, draft) / |M_k|
+    loss = sum_k decay^k * sum over M_k of L(teacher, draft) / |M_k|       L: one of eagle3.row_losses
 
 The teacher of row r at step k is the verifier at r+1+k: one teacher row serves up to K students. Pairs (k, r) are
 therefore sorted by teacher position, each chunk computes its teachers once, and the gradient is formed on the spot:
@@ -8,28 +8,14 @@ forward keeps d loss/d hidden and d loss/d head, backward only scales them.
 Legend: P pairs (k, r) in the active sets, K steps, R rows, N tokens, H hidden, D draft vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-RowLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def soft_cross_entropy(
-    logits: Float[Tensor, "P D"], teacher: Float[Tensor, "P D"], weight: Float[Tensor, "P"]
-) -> tuple[Float[Tensor, "P"], Float[Tensor, "P D"]]:
-    """-sum_v teacher_v log softmax(logits)_v of a row, and weight times its gradient. Source: EAGLE-3, section 3."""
-    log_z = logits.logsumexp(-1)
-    row_loss = log_z - torch.linalg.vecdot(teacher, logits)
-    gradient = (logits - log_z[:, None]).exp_().sub_(teacher).mul_(weight[:, None])
-    return row_loss, gradient
-
-
-LOSSES: dict[str, RowLoss] = {"soft_ce": soft_cross_entropy}
+from eagle3.row_losses import LOSSES, RowLoss
 
 
 @dataclass(frozen=True)
@@ -44,9 +30,11 @@ class Teacher:
     """The rows of its head that belong to the draft vocabulary, in draft order."""
 
 
-@dataclass(frozen=True)
-class HeadOutput:
-    """What the head says, for every step and active row; inactive pairs hold -1 or 0."""
+class HeadOutput(NamedTuple):
+    """What the head says, for every step and active row; inactive pairs hold -1 or 0.
+
+    A tuple, so that whoever wraps a module's forward (FSDP) finds the tensor that takes the gradient.
+    """
 
     loss: Float[Tensor, ""]
     row_loss: Float[Tensor, "K R"]
@@ -113,7 +101,7 @@ class _ChunkedHead(torch.autograd.Function):
             student_in = hidden[chunk].to(head.dtype)
             logits = _at_least_float32(student_in @ head.T)
             in_draft, mass = _teacher_probabilities(teacher, teacher_head, speaks_at[chunk])
-            row_loss, gradient = row_loss_of(logits, in_draft, weight[chunk])
+            row_loss, gradient = row_loss_of(logits, in_draft, mass, weight[chunk])
             total += (row_loss * weight[chunk]).sum()
             losses.append(row_loss)
             drafts.append(logits.argmax(-1))

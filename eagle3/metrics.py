@@ -16,6 +16,8 @@ from eagle3.supervision import Supervision
 
 SUMS = ("active", "supervised", "loss", "right", "chain", "right_top1", "alpha")
 """Rows of the sums tensor, each with one column a TTT step."""
+ROUNDING = 1e-3
+"""How far sums of D float32 numbers may leave their range."""
 
 
 def right_steps(drafted: Int[Tensor, "K R"], plan: Supervision) -> Bool[Tensor, "K R"]:
@@ -48,8 +50,10 @@ def rates(sums: Float[Tensor, "S K"], decay: float) -> dict[str, float]:
     out: dict[str, float] = {}
     loss = 0.0
     for k, (active, supervised) in enumerate(zip(named["active"], named["supervised"], strict=True)):
+        assert 0 <= supervised <= active, f"step {k}: {supervised} supervised of {active} active rows"
         if supervised > 0:
             out[f"loss_{k}"] = named["loss"][k] / supervised
+            assert not out[f"loss_{k}"] < -ROUNDING, f"loss_{k} = {out[f'loss_{k}']} is negative"
             loss += decay**k * out[f"loss_{k}"]
         if active > 0:
             for name, key in (
@@ -69,7 +73,7 @@ def rates(sums: Float[Tensor, "S K"], decay: float) -> dict[str, float]:
 
 def _in_unit(name: str, value: float) -> float:
     # alpha is a sum of D float32 products and may exceed 1 by rounding; the others are ratios of counts.
-    slack = 1e-3 if name.startswith("alpha") else 0.0
+    slack = ROUNDING if name.startswith("alpha") else 0.0
     assert math.isnan(value) or -slack <= value <= 1 + slack, f"{name} = {value} is no rate"
     return value if math.isnan(value) else min(max(value, 0.0), 1.0)
 
@@ -108,3 +112,14 @@ def response_starts(rows: Int[Tensor, "R"], document: Int[Tensor, "B T"]) -> Boo
 def acceptance_length(visited: int, accepted: int) -> float | None:
     """1 + accepted / verifications, pooled; None when nothing was verified."""
     return 1.0 + accepted / visited if visited else None
+
+
+def accept_len_of(visits: Float[Tensor, "counts"]) -> float | None:
+    """Acceptance length of counts as `replay` gives them: rows visited, then accepted at each position.
+
+    Raises:
+        AssertionError: counts that no replay gives: a position accepted more often than the one before it.
+    """
+    visited, *accepted = (int(count) for count in visits.tolist())
+    assert all(a >= b >= 0 for a, b in pairwise([visited, *accepted])), f"{accepted} accepted in {visited} rounds"
+    return acceptance_length(visited, sum(accepted))

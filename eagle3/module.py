@@ -12,6 +12,8 @@ import pytorch_lightning as pl
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from eagle3.drafter import Eagle3Drafter
 from eagle3.loss import HeadOutput, Teacher, head_and_loss
@@ -62,6 +64,15 @@ class DrafterModule(pl.LightningModule):
         self.grad_norm = float("nan")
         self.step = 0
         """Optimizer step of the whole run, as the sampler counts it; Lightning's own counter restarts on resume."""
+
+    def configure_model(self) -> None:
+        """Under FSDP2 every process holds its part of weights, gradients and optimizer state; forward gathers weights.
+
+        One group of all weights, gathered once a forward and kept to its backward: with a single layer and a head
+        there is nothing to gather in turn.
+        """
+        if self.device_mesh is not None:
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(SUMS), self.recipe.ttt_steps, dtype=torch.float64)
@@ -128,9 +139,10 @@ class DrafterModule(pl.LightningModule):
             group["lr"] = self.learning_rate(self.step)
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        """Clips to the global norm, and keeps it for the run log."""
+        """Clips to the norm over all weights, of all processes where they are sharded, and keeps it for the run log."""
         trainable = [p for p in self.drafter.parameters() if p.requires_grad]
-        self.grad_norm = float(nn.utils.clip_grad_norm_(trainable, self.recipe.clip_norm))
+        norm = nn.utils.clip_grad_norm_(trainable, self.recipe.clip_norm)
+        self.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def parameter_groups(drafter: Eagle3Drafter, weight_decay: float) -> list[dict[str, Any]]:

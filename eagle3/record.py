@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from eagle3.metrics import SUMS, acceptance_length, rates
+from eagle3.metrics import SUMS, accept_len_of, rates
 from eagle3.module import DrafterModule
 from eagle3.runlog import Declared, RunLog, SilentRunLog
 from extract.progress import Progress
@@ -86,7 +86,7 @@ class Record(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         sums, visits = _reduced(trainer, pl_module.val_sums), _reduced(trainer, pl_module.val_visits)
         visited, *accepted = (int(count) for count in visits.tolist())
-        accept_len = acceptance_length(visited, sum(accepted))
+        accept_len = accept_len_of(visits)
         if accept_len is None:
             raise ValueError(
                 "no greedy response of the validation split has two tokens in one packed row, so val/accept_len has "

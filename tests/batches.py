@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.module import DrafterModule, Recipe
+from eagle3.row_losses import LOSSES
 from eagle3.supervision import row_counts
 from eagle3.vocab import DraftVocab
 
@@ -76,9 +77,15 @@ def random_drafter(shape: DrafterShape, seed: int) -> Eagle3Drafter:
 
 
 def random_batch(
-    lengths: list[list[int]], tokens: int, drafter: Eagle3Drafter, head: Tensor, seed: int, ttt_steps: int
+    lengths: list[list[int]],
+    tokens: int,
+    drafter: Eagle3Drafter,
+    head: Tensor,
+    seed: int,
+    ttt_steps: int,
+    written: float,
 ) -> dict[str, Any]:
-    """Documents of `lengths` in packed rows of `tokens`; about three of four tokens were written by the assistant."""
+    """Documents of `lengths` in packed rows of `tokens`; the share `written` of the tokens is by the assistant."""
     generator = torch.Generator().manual_seed(seed)
     shape, size = drafter.shape, (len(lengths), tokens)
     document = torch.full(size, -1, dtype=torch.int32)
@@ -94,7 +101,7 @@ def random_batch(
     batch = {
         "input_ids": torch.randint(shape.vocab_size, size, generator=generator),
         # Padding is marked as written, too: nothing may rest on its mask.
-        "loss_mask": torch.rand(size, generator=generator) < 0.8,
+        "loss_mask": torch.rand(size, generator=generator) < written,
         "document": document,
         "position": position,
         "greedy": greedy,
@@ -115,26 +122,39 @@ def with_teacher(batch: dict[str, Any], drafter: Eagle3Drafter, head: Tensor, tt
     return batch | {"supervised_total": supervised.sum(0)}
 
 
-def make_case(lengths: list[list[int]], *, padding: int = 0, seed: int = 0, ttt_steps: int = 3, **changes: Any) -> Case:
+def make_case(
+    lengths: list[list[int]],
+    *,
+    padding: int = 0,
+    seed: int = 0,
+    ttt_steps: int = 3,
+    loss: str = "soft_ce",
+    written: float = 0.8,
+    **changes: Any,
+) -> Case:
+    """`changes` are those of the drafter's shape."""
     shape = replace(SHAPE, **changes)
     drafter = random_drafter(shape, seed)
     head = torch.randn(shape.vocab_size, shape.hidden_size, generator=torch.Generator().manual_seed(seed + 1)) * 0.5
     tokens = max(1, max(map(sum, lengths)) + padding)
-    batch = random_batch(lengths, tokens, drafter, head, seed + 2, ttt_steps)
-    return Case(drafter, head, batch, replace(RECIPE, ttt_steps=ttt_steps))
+    batch = random_batch(lengths, tokens, drafter, head, seed + 2, ttt_steps, written)
+    return Case(drafter, head, batch, replace(RECIPE, ttt_steps=ttt_steps, loss=loss))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """K 1..7, grouped keys, a head_dim of its own, both EAGLE-3.1 options, D up to V, documents of any length."""
+    """Any loss, K 1..7, grouped keys, a head_dim of its own, both EAGLE-3.1 options, D up to V, documents of any
+    length, and batches of which everything, nothing or a part is supervised."""
     kv_heads, vocab_size = draw(st.integers(1, 2)), draw(st.integers(3, 9))
     return make_case(
         draw(st.lists(st.lists(st.integers(1, 10), max_size=4), min_size=1, max_size=3)),
         padding=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 10**6)),
         ttt_steps=draw(st.integers(1, 7)),
+        loss=draw(st.sampled_from(sorted(LOSSES))),
+        written=draw(st.sampled_from([0.8, 1.0, 0.5, 0.0])),
         num_kv_heads=kv_heads,
-        num_heads=kv_heads * draw(st.integers(1, 3)),
+        num_heads=kv_heads * draw(st.integers(1, 5)),
         head_dim=draw(st.sampled_from([2, 4, 10])),
         vocab_size=vocab_size,
         draft_vocab_size=draw(st.integers(1, vocab_size)),

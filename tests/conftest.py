@@ -7,5 +7,5 @@ pytest_plugins = ["whole_job"]
 
 settings.register_profile("project", deadline=None, max_examples=25)
 settings.load_profile("project")
-CHECKED = ("drafter", "ttt", "loss", "supervision", "metrics", "vocab", "decode", "replayed")
+CHECKED = ("drafter", "ttt", "loss", "row_losses", "supervision", "metrics", "vocab", "decode", "replayed")
 install_import_hook([f"eagle3.{name}" for name in CHECKED], "beartype.beartype")

@@ -5,7 +5,7 @@ comes from `eagle3`. It computes in the dtype of the weights, so that a float64 
 
 At TTT step k, row r of a document reads its token x[r+1+k] and predicts x[r+2+k]. The teacher is the verifier's
 softmax at r+1+k, over the draft vocabulary. A_k: x[r+1] … x[r+2+k] exist and were all written by the assistant.
-M_k: A_k where the verifier's top-1 can be drafted.   loss = sum_k decay^k * sum over M_k of CE / |M_k|
+M_k: A_k where the verifier's top-1 can be drafted.   loss = sum_k decay^k * sum over M_k of L / |M_k|, L: `row_loss`
 Legend: n tokens of a document, K steps, H hidden, V verifier vocabulary, D draft vocabulary.
 """
 
@@ -89,31 +89,34 @@ def fused(net: Network, aux: Tensor) -> Tensor:
     return torch.cat(list(layers), dim=-1) @ net.weights["fc.weight"].T
 
 
-def states(net: Network, verifier: Verifier, document: Document, steps: int) -> list[Tensor]:
-    """The layer's output [n, H] at every step, before the final norm. Rows that read past the end mean nothing."""
+def unrolled(
+    net: Network, verifier: Verifier, aux: Tensor, position: Tensor, reads: list[Tensor], visible: Tensor
+) -> list[Tensor]:
+    """The layer's output [n, H] at every step, before the final norm.
+
+    `reads[k]` are the tokens [n] that the rows read at step k; `visible` [n, n] says which step-0 keys a row attends
+    to. Of later steps it attends to its own keys.
+    """
     w = {name.removeprefix("midlayer."): tensor for name, tensor in net.weights.items()}
-    n = len(document.tokens)
-    row = torch.arange(n)
-    tokens = torch.tensor(document.tokens)
-    h = fused(net, document.aux)
+    n = len(aux)
+    h = fused(net, aux)
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    visible: list[Tensor] = []
+    mask: list[Tensor] = []
     out = []
-    for k in range(steps):
-        read = tokens[(row + 1 + k).clamp(max=n - 1)]
+    for k, read in enumerate(reads):
         e = rms_norm(verifier.embedding[read], w["input_layernorm.weight"], net.eps)
         both = torch.cat([e, rms_norm(h, w["hidden_norm.weight"], net.eps)], dim=-1)
         q, key, value = (
             (both @ w[f"self_attn.{name}_proj.weight"].T).reshape(n, -1, net.head_dim) for name in ("q", "k", "v")
         )
-        q, key = (rotate(x, document.position + k, net.theta) for x in (q, key))
+        q, key = (rotate(x, position + k, net.theta) for x in (q, key))
         group = q.shape[1] // key.shape[1]
         keys.append(key.repeat_interleave(group, dim=1))
         values.append(value.repeat_interleave(group, dim=1))
-        visible.append(row[:, None] >= row if k == 0 else row[:, None] == row)
+        mask.append(visible if k == 0 else torch.eye(n, dtype=torch.bool))
         score = torch.einsum("rhd,jhd->hrj", q, torch.cat(keys)) / math.sqrt(net.head_dim)
-        weight = score.masked_fill(~torch.cat(visible, dim=1), -math.inf).softmax(-1)
+        weight = score.masked_fill(~torch.cat(mask, dim=1), -math.inf).softmax(-1)
         attended = torch.einsum("hrj,jhd->rhd", weight, torch.cat(values)).reshape(n, -1)
         h = h + attended @ w["self_attn.o_proj.weight"].T
         y = rms_norm(h, w["post_attention_layernorm.weight"], net.eps)
@@ -123,6 +126,32 @@ def states(net: Network, verifier: Verifier, document: Document, steps: int) -> 
         if net.norm_output:
             h = rms_norm(h, w["norm.weight"], net.eps)
     return out
+
+
+def states(net: Network, verifier: Verifier, document: Document, steps: int) -> list[Tensor]:
+    """The states of a document's rows at every step. Rows that read past the end mean nothing."""
+    row, tokens = torch.arange(len(document.tokens)), torch.tensor(document.tokens)
+    reads = [tokens[(row + 1 + k).clamp(max=len(row) - 1)] for k in range(steps)]
+    return unrolled(net, verifier, document.aux, document.position, reads, row[:, None] >= row)
+
+
+def head(net: Network, state: Tensor) -> Tensor:
+    """Logits [n, D] of states [n, H]."""
+    return rms_norm(state, net.weights["norm.weight"], net.eps) @ net.weights["lm_head.weight"].T
+
+
+def row_loss(kind: str, logits: Tensor, verdict: Tensor, target_ids: Tensor) -> Tensor:
+    """The loss of a row with draft logits [D], against the verifier's logits [V] over its whole vocabulary."""
+    p, q = verdict.softmax(-1)[target_ids], logits.softmax(-1)
+    alpha = torch.minimum(p, q).sum()
+    cross_entropy = -(verdict[target_ids].softmax(-1) * logits.log_softmax(-1)).sum()
+    g = torch.exp(-3.0 * alpha.detach())
+    return {
+        "soft_ce": cross_entropy,
+        "tv": 1 - alpha,
+        "lk_alpha": -alpha.log(),
+        "lk_lambda": g * cross_entropy + (1 - g) * (1 - alpha),
+    }[kind]
 
 
 def documents(batch: dict[str, Tensor]) -> Iterator[Document]:
@@ -166,13 +195,20 @@ def replay(document: Document, right: dict[tuple[int, int], bool], steps: int) -
 
 
 def train_step(
-    net: Network, verifier: Verifier, target_ids: Tensor, batch: dict[str, Tensor], *, steps: int, decay: float
+    net: Network,
+    verifier: Verifier,
+    target_ids: Tensor,
+    batch: dict[str, Tensor],
+    *,
+    steps: int,
+    decay: float,
+    kind: str = "soft_ce",
 ) -> Result:
     """Loss, differentiable in `net.weights` and `batch["aux"]`, and every metric of one optimizer step."""
     tallies = [_Tally() for _ in range(steps)]
     accepted: list[int] = []
     for document in documents(batch):
-        right = _draft(net, verifier, target_ids, document, tallies)
+        right = _draft(net, verifier, target_ids, document, tallies, kind)
         if document.greedy:
             accepted += replay(document, right, steps)
     loss = torch.zeros((), dtype=verifier.head.dtype)
@@ -187,13 +223,13 @@ def train_step(
 
 
 def _draft(
-    net: Network, verifier: Verifier, target_ids: Tensor, document: Document, tallies: list[_Tally]
+    net: Network, verifier: Verifier, target_ids: Tensor, document: Document, tallies: list[_Tally], kind: str
 ) -> dict[tuple[int, int], bool]:
     """Adds every active (row, step) of a document to the tallies; returns which of them were right."""
     right: dict[tuple[int, int], bool] = {}
     verdict = document.last @ verifier.head.T
     for k, state in enumerate(states(net, verifier, document, len(tallies))):
-        logits = rms_norm(state, net.weights["norm.weight"], net.eps) @ net.weights["lm_head.weight"].T
+        logits = head(net, state)
         for r in range(len(document.tokens)):
             if not is_active(document.written, r, k):
                 continue
@@ -207,8 +243,7 @@ def _draft(
             p, q = speaks.softmax(-1)[target_ids], logits[r].softmax(-1)
             tally.alpha.append(torch.minimum(p, q).sum().item())
             if int(speaks.argmax()) in target_ids.tolist():
-                teacher = speaks[target_ids].softmax(-1)
-                tally.loss.append(-(teacher * logits[r].log_softmax(-1)).sum())
+                tally.loss.append(row_loss(kind, logits[r], speaks, target_ids))
     return right
 
 

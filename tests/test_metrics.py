@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.loss import HeadOutput
-from eagle3.metrics import SUMS, acceptance_length, rates, replay, response_starts, right_steps, step_sums
+from eagle3.metrics import (
+    SUMS,
+    accept_len_of,
+    acceptance_length,
+    rates,
+    replay,
+    response_starts,
+    right_steps,
+    step_sums,
+)
 from eagle3.supervision import supervise
 
 
@@ -79,6 +88,7 @@ def test_hand_made_trace_of_four_rounds():
     [(visited, by_position)] = replay(right, starts)
     assert (visited, by_position) == (4, [3, 2, 1])
     assert acceptance_length(visited, sum(by_position)) == 2.5
+    assert accept_len_of(torch.tensor([float(visited), *by_position])) == 2.5
 
 
 def test_replay_starts_anew_at_every_response():
@@ -98,6 +108,23 @@ def test_replay_differs_from_the_mean_over_rows():
 
 def test_nothing_verified_has_no_acceptance_length():
     assert acceptance_length(0, 0) is None
+    assert accept_len_of(torch.zeros(4)) is None
+
+
+@pytest.mark.parametrize("counts", [[4, 5, 0], [4, 3, 4], [4, 3, -1], [-1, 0, 0]])
+def test_counts_that_no_replay_gives_raise(counts: list[int]):
+    """More accepted than rounds, or a later position more often than the one before it."""
+    with pytest.raises(AssertionError, match="accepted in"):
+        accept_len_of(torch.tensor(counts, dtype=torch.float64))
+
+
+@given(documents())
+def test_acceptance_length_lies_between_one_and_k_plus_one(case: tuple[list[str], list[list[bool]]]):
+    _, correct = case
+    right = torch.tensor(correct)
+    [(visited, by_position)] = replay(right, torch.arange(right.shape[1]) == 0)
+    length = accept_len_of(torch.tensor([visited, *by_position], dtype=torch.float64))
+    assert length is not None and 1.0 <= length <= 1 + len(correct)
 
 
 def test_rates_are_sums_over_active_and_losses_over_supervised_rows():
@@ -147,12 +174,18 @@ def test_rate_of_an_empty_denominator_is_absent():
         ("chain_0", {"chain": [5]}),
         ("acc_top1_0", {"right_top1": [-1]}),
         ("alpha_0", {"alpha": [4.1]}),
-        ("coverage", {"supervised": [6]}),
+        ("alpha_0", {"alpha": [-0.1]}),
+        ("loss_0", {"loss": [-0.1]}),
     ],
 )
 def test_rate_outside_its_range_raises(name: str, faulty: dict[str, list[float]]):
     with pytest.raises(AssertionError, match=f"{name} = "):
         rates(sums(**({"active": [4], "supervised": [1]} | faulty)), decay=0.8)
+
+
+def test_more_supervised_than_active_rows_raise():
+    with pytest.raises(AssertionError, match=r"step 1: 3\.0 supervised of 2\.0 active rows"):
+        rates(sums(active=[4, 2], supervised=[1, 3]), decay=0.8)
 
 
 def test_nan_is_reported_as_nan():

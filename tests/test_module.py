@@ -1,86 +1,20 @@
 """Tests of eagle3.module: optimizer steps through Lightning's Trainer, as train.py runs them."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from eagle3.drafter import initialise
-from eagle3.metrics import SUMS, acceptance_length, rates
-from eagle3.module import DrafterModule, parameter_groups
+from eagle3.metrics import SUMS, rates
+from eagle3.module import parameter_groups
 from eagle3.schedule import lr_at
-from tests.batches import Case, make_case, with_teacher
+from tests.batches import make_case, with_teacher
+from tests.stepping import Watch, copies, orthonormal_head, steps_of, train, with_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a .validation_step.")
-Batch = dict[str, Any]
 LENGTHS = [[9, 5], [2], [14], [4, 4, 3]]
-
-
-class Watch(pl.Callback):
-    """Learning rate, gradient norm after clipping and sums of every optimizer step."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-        self.norms: list[float] = []
-        self.sums: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step > len(self.rates):
-            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-            gradients = [p.grad for p in pl_module.drafter.parameters()]
-            self.norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
-            self.sums.append(pl_module.train_sums.clone())
-            pl_module.train_sums.zero_()
-
-
-def train(module: DrafterModule, batches: Sequence[Batch], precision: str = "32-true") -> Watch:
-    watch = Watch()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision=precision,  # type: ignore[arg-type]
-        accumulate_grad_batches=module.recipe.micro_batches,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[watch],
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return watch
-
-
-def steps_of(batch: Batch, steps: int, micro_batches: int = 1) -> list[Batch]:
-    """The batch as `steps` optimizer steps, each dealt to micro-batches by rows."""
-    out = []
-    for step in range(steps):
-        for rows in torch.arange(len(batch["rows"])).chunk(micro_batches):
-            of_rows = {n: x[rows] for n, x in batch.items() if n not in ("step", "supervised_total")}
-            out.append(of_rows | {"step": step, "supervised_total": batch["supervised_total"]})
-    return out
-
-
-def with_recipe(case: Case, **changes: Any) -> Case:
-    return replace(case, recipe=replace(case.recipe, **changes))
-
-
-def orthonormal_head(case: Case) -> Case:
-    """A state along a token's own row of the head is one that scores this token highest."""
-    return replace(case, head=torch.linalg.qr(case.head.T).Q.T.contiguous())
-
-
-def copies(drafter: torch.nn.Module) -> dict[str, Tensor]:
-    named = [*drafter.named_parameters(), *drafter.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in named}
-
-
 TRAINED = {
     "fc.weight", "norm.weight", "lm_head.weight", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight",
     *(f"midlayer.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
@@ -196,6 +130,21 @@ def test_padding_and_prompts_do_not_thin_out_the_loss():
     torch.testing.assert_close(found.loss, want.loss, rtol=1e-5, atol=0)
 
 
+def test_training_mode_is_back_after_every_validation(monkeypatch: pytest.MonkeyPatch):
+    case = make_case(LENGTHS, seed=8)
+    module, modes = case.module(), []
+    for name in ("training_step", "validation_step"):
+        plain = getattr(module, name)
+
+        def noted(*given: Any, name: str = name, plain: Any = plain) -> Any:
+            modes.append((name, case.drafter.training, torch.is_grad_enabled()))
+            return plain(*given)
+
+        monkeypatch.setattr(module, name, noted)
+    train(module, steps_of(case.batch, 3), val=steps_of(case.batch, 1))
+    assert modes == 3 * [("training_step", True, True), ("validation_step", False, False)]
+
+
 def test_clips_to_the_global_norm_and_keeps_the_norm_before():
     case = with_recipe(make_case(LENGTHS, seed=8), clip_norm=0.01, lr=1e-9)
     module = case.module()
@@ -247,52 +196,3 @@ def test_replies_of_undraftable_tokens_give_no_loss_and_count_as_misses():
     found = rates(module.val_sums, 0.8)
     assert out.loss.item() == 0.0 and "loss_0" not in found
     assert found["coverage"] == 0.0 and found["acc_0"] == 0.0 and found["accept_len_all_rows"] == 1.0
-
-
-# A synthetic verifier: x[t+1] = x[t] + stride mod V. The stride is the document's own and is told by aux, so that no
-# bigram table can draft it.
-KNOWN_VOCAB, KNOWN_STEPS, REPLY = 7, 3, 13
-KNOWN_RECIPE = {"lr": 1e-2, "warmup_ratio": 0.05, "clip_norm": 1.0, "noise_std": 0.05}
-
-
-def known_batch(case: Case, rows: int, seed: int) -> Batch:
-    """Rows of one document: two prompt tokens and 13 of the assistant, which is 3 full rounds of K + 1."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens, hidden = 2 + REPLY, case.drafter.shape.hidden_size
-    start, stride = (torch.randint(low, KNOWN_VOCAB, (rows, 1), generator=generator) for low in (0, 1))
-    ids = (start + stride * torch.arange(tokens)) % KNOWN_VOCAB
-    aux = torch.randn(rows, tokens, 3 * hidden, generator=generator)
-    aux[:, :, :KNOWN_VOCAB] = 4.0 * torch.nn.functional.one_hot(stride, KNOWN_VOCAB)
-    column = torch.arange(tokens).expand(rows, -1)
-    batch = {
-        "input_ids": ids, "loss_mask": column >= 2, "document": torch.zeros(rows, tokens, dtype=torch.int32),
-        "position": column, "greedy": torch.ones(rows, tokens, dtype=torch.bool), "aux": aux,
-        "last": 8.0 * case.head[(ids + stride) % KNOWN_VOCAB], "rows": torch.arange(rows), "step": 0,
-    }  # fmt: skip
-    batch = with_teacher(batch, case.drafter, case.head, KNOWN_STEPS)
-    assert torch.equal(batch["top1"], (ids + stride) % KNOWN_VOCAB)
-    return batch
-
-
-def accept_len(module: DrafterModule, batch: Batch) -> float | None:
-    module.val_visits.zero_()
-    with torch.no_grad():
-        module.validation_step(batch, 0)
-    visited, *accepted = module.val_visits.tolist()
-    return acceptance_length(int(visited), int(sum(accepted)))
-
-
-def test_known_answer_training_reaches_k_plus_one():
-    steps = 150
-    case = make_case(
-        [[4]], ttt_steps=KNOWN_STEPS, hidden_size=24, intermediate_size=64, head_dim=8, vocab_size=KNOWN_VOCAB,
-        draft_vocab_size=KNOWN_VOCAB,
-    )  # fmt: skip
-    case = with_recipe(orthonormal_head(case), **KNOWN_RECIPE, total_steps=steps)
-    initialise(case.drafter, case.head, seed=0)
-    module, held_out = case.module(), known_batch(case, 32, seed=10**6)
-    before = accept_len(module, held_out)
-    train(module, [known_batch(case, 16, seed=step) | {"step": step} for step in range(steps)])
-    after = accept_len(module, held_out)
-    assert before is not None and before < 1.7
-    assert after is not None and 3.9 < after <= KNOWN_STEPS + 1

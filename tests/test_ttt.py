@@ -7,83 +7,50 @@ import torch
 from hypothesis import example, given, settings
 from torch import Tensor
 
-from eagle3.loss import Teacher, head_and_loss
-from eagle3.metrics import acceptance_length, rates
 from eagle3.supervision import Supervision, supervise
 from eagle3.ttt import add_noise, unroll
 from tests.batches import Case, cases, make_case, with_teacher
-from tests.reference import Network, Result, Verifier, train_step
-
-
-def reference(case: Case, aux: Tensor, dtype: torch.dtype) -> tuple[Result, dict[str, Tensor]]:
-    """The reference's result and its gradients by name, the one of `aux` included."""
-    drafter, batch = case.drafter, dict(case.batch)
-    weights = {n: p.detach().to(dtype).requires_grad_() for n, p in drafter.named_parameters()}
-    leaves = weights | {"aux": aux.detach().to(dtype).requires_grad_()}
-    batch |= {"aux": leaves["aux"], "last": batch["last"].to(dtype)}
-    shape = drafter.shape
-    theta = shape.rope_parameters["rope_theta"]
-    net = Network(weights, shape.head_dim, shape.rms_norm_eps, theta, shape.fc_norm, shape.norm_output)
-    verifier = Verifier(drafter.embedding.to(dtype), case.head.to(dtype))
-    target_ids = drafter.t2d.nonzero().squeeze(1)
-    recipe = case.recipe
-    result = train_step(net, verifier, target_ids, batch, steps=recipe.ttt_steps, decay=recipe.step_decay)
-    if not result.loss.requires_grad:
-        return result, {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(result.loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return result, dict(zip(leaves, found, strict=True))
-
-
-def trained(case: Case) -> tuple[float, dict[str, float], dict[str, Tensor]]:
-    """Loss, metrics and gradients of the classes that train.py trains."""
-    module = case.module()
-    aux = case.batch["aux"].clone().requires_grad_()
-    _, out = module(case.batch, aux)
-    out.loss.backward()
-    assert aux.grad is not None
-    gradients = {"aux": aux.grad}
-    for name, parameter in case.drafter.named_parameters():
-        assert parameter.grad is not None, name
-        gradients[name] = parameter.grad
-    module.validation_step(case.batch, 0)
-    metrics = rates(module.val_sums, case.recipe.step_decay)
-    visited, *accepted = (int(count) for count in module.val_visits.tolist())
-    metrics |= {"visited": visited} | {f"accepted_{k}": count for k, count in enumerate(accepted)}
-    accept_len = acceptance_length(visited, sum(accepted))
-    return out.loss.item(), metrics | ({} if accept_len is None else {"accept_len": accept_len}), gradients
-
-
-def assert_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
-    """In relative norm; a gradient that all but cancels is measured against the whole."""
-    assert set(ours) == set(theirs)
-    whole = torch.stack([g.double().norm() for g in theirs.values()]).norm()
-    for name, want in theirs.items():
-        bar = tolerance * max(float(want.norm()), 1e-2 * float(whole))
-        assert float((ours[name].double() - want.double()).norm()) <= bar, name
+from tests.compared import assert_gradients, gradient_errors, reference, trained
 
 
 @settings(max_examples=50)
 @given(cases())
 @example(make_case([[1], [2], [3]], ttt_steps=1))
+@example(make_case([[3, 2, 1], [6]], ttt_steps=7, written=0.0))
 @example(make_case([[12]], ttt_steps=7, seed=5, draft_vocab_size=9, num_kv_heads=4))
 @example(make_case([[5, 7], []], ttt_steps=4, draft_vocab_size=1, fc_norm=True, norm_output=True))
 def test_loss_metrics_and_gradients_equal_the_reference(case: Case):
+    """In float32: a loss near 0, which 1 - alpha and -log alpha may be, is known to the rounding of 1."""
     loss, metrics, gradients = trained(case)
     want, want_gradients = reference(case, case.batch["aux"], torch.float64)
-    assert loss == pytest.approx(want.metrics["loss"], rel=1e-5)
-    assert metrics == pytest.approx(want.metrics, rel=1e-5)
-    assert_gradients(gradients, want_gradients, 1e-5)
+    assert loss == pytest.approx(want.metrics["loss"], rel=1e-5, abs=1e-6)
+    assert metrics == pytest.approx(want.metrics, rel=1e-5, abs=1e-6)
+    if max(gradient_errors(gradients, want_gradients).values()) <= 1e-5:
+        return
+    # One case in thousands is so ill-conditioned that the reference itself is no better in float32.
+    rounding = gradient_errors(reference(case, case.batch["aux"], torch.float32)[1], want_gradients)
+    assert_gradients(gradients, want_gradients, 5 * max(rounding.values()))
 
 
-def test_bf16_equals_the_reference_to_the_error_of_bf16():
-    case = make_case([[14, 9], [20]], ttt_steps=4, seed=3)
+BF16 = {
+    "K 4": make_case([[14, 9], [20]], ttt_steps=4, seed=3),
+    "EAGLE-3.1, K 7": make_case([[30]], ttt_steps=7, seed=4, fc_norm=True, norm_output=True),
+    "K 1, D = V": make_case([[3, 2, 1], [8]], ttt_steps=1, seed=5, draft_vocab_size=9),
+    "wide heads, K 7": make_case([[3, 2, 12], [18]], ttt_steps=7, seed=6, hidden_size=24, head_dim=10),
+}
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_equals_the_reference_to_the_error_of_bf16(name: str):
+    """Eight bits of mantissa are 4e-3 a product; gradients add up a few of them."""
+    case = BF16[name]
     with torch.autocast("cpu", torch.bfloat16):
         loss, metrics, gradients = trained(case)
     want, want_gradients = reference(case, case.batch["aux"], torch.float32)
-    assert loss == pytest.approx(want.metrics["loss"], rel=1e-2)
-    assert loss != pytest.approx(want.metrics["loss"], rel=1e-5), "this did not run in bf16"
-    assert metrics["alpha_0"] == pytest.approx(want.metrics["alpha_0"], rel=2e-2)
-    assert_gradients(gradients, want_gradients, 5e-2)
+    assert loss == pytest.approx(want.metrics["loss"], rel=2e-3)
+    assert loss != pytest.approx(want.metrics["loss"], rel=1e-6), "this did not run in bf16"
+    assert metrics == pytest.approx(want.metrics, rel=1e-2, abs=3e-3)
+    assert_gradients(gradients, want_gradients, 4e-2)
 
 
 def run(case: Case, batch: dict[str, Tensor], aux: Tensor) -> tuple[Supervision, Tensor]:
@@ -92,34 +59,6 @@ def run(case: Case, batch: dict[str, Tensor], aux: Tensor) -> tuple[Supervision,
     plan = supervise(*small, case.drafter.t2d, case.recipe.ttt_steps)
     flat = [x.flatten(0, 1) for x in (aux, batch["input_ids"], batch["position"])]
     return plan, unroll(case.drafter, *flat, batch["document"], plan.rows, plan.index)
-
-
-def test_gradients_equal_finite_differences_in_float64():
-    """Along a random direction of aux and of every weight."""
-    case = make_case([[7, 4], [9]], ttt_steps=3, seed=6, fc_norm=True, norm_output=True)
-    drafter, batch = case.drafter.double(), case.batch
-    aux = batch["aux"].double().requires_grad_()
-    teacher = Teacher(batch["last"].double().flatten(0, 1), batch["lse"].double().flatten(), case.teacher_head.double())
-
-    def loss() -> Tensor:
-        plan, states = run(case, batch, aux)
-        weight = 0.8 ** torch.arange(3, dtype=torch.float64) / batch["supervised_total"]
-        weight = plan.supervised * weight[:, None]
-        return head_and_loss(
-            drafter.norm(states), drafter.lm_head.weight, teacher, plan.index, plan.active, weight
-        ).loss
-
-    loss().backward()
-    for name, leaf in {"aux": aux, **dict(drafter.named_parameters())}.items():
-        assert leaf.grad is not None, name
-        direction = torch.randn(leaf.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        ends = []
-        for step in (1e-5, -2e-5, 1e-5):  # there, to the other side, and back
-            with torch.no_grad():
-                leaf.add_(step * direction)
-                ends.append(loss().item())
-        slope = (ends[0] - ends[1]) / 2e-5
-        assert slope == pytest.approx(float((leaf.grad * direction).sum()), rel=1e-5, abs=1e-8), name
 
 
 def all_written(case: Case) -> Case:
