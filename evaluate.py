@@ -45,7 +45,8 @@ def judge(config: Config, run_dir: Path) -> float | None:
         "verifier": spec.sha256,
         "chat template": spec.chat_template_sha256,
     }
-    next_command = command("-m benchmarks.demo_check")
+    checked = f"python -m eagle3.export check {config.drafter_dir} --engine sglang"
+    next_command = command("-m benchmarks.demo_check") if engine == "inprocess" else checked
     if config.dry_run:
         prompts = f"{config.evaluation.prompts}, at most {config.evaluation.max_new_tokens} tokens each"
         closing_table("Plan", [("drafter", str(drafter_dir)), ("verifier", spec.name), ("prompts", prompts)], None)

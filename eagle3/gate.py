@@ -19,6 +19,7 @@ LENGTH = 0.03
 """Of the replayed acceptance length."""
 POSITION = 0.02
 INFORMATIVE = 1.3
+NOT_INFORMATIVE = "not informative"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def gate(engine: Counts, decoded: Counts, replayed: Counts) -> list[Check]:
 def _informative(replayed: Counts) -> Check:
     told = f"acceptance length {replayed.length:.3f}, at least {INFORMATIVE} is needed"
     passed = replayed.length >= INFORMATIVE
-    return Check("informative" if passed else "not informative", passed, told)
+    return Check("informative" if passed else NOT_INFORMATIVE, passed, told)
 
 
 def _length(name: str, counts: Counts, replayed: Counts) -> Check:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -61,8 +61,9 @@ def measure_in_vllm(config: Config, spec: VerifierSpec, drafter_dir: Path, run_d
 
     answers = served.answer(start, questions, settings, _refuse_trained(Path(config.store)), _told)
     model, drafter = _load(config, spec, drafter_dir)
+    as_served = None if config.verifier.dtype == "float32" else cache(partial(_load_as_served, config, spec))
     with _told("judge", len(answers.prompts)) as advance:
-        judged = served.judge(model, drafter, answers.prompts, settings, advance)
+        judged = served.judge(model, drafter, answers.prompts, settings, as_served, advance)
     texts = [(j.result.prompt_ids, j.result.response_ids) for j in judged]
 
     def find_suspects() -> list[Suspect]:
@@ -73,6 +74,10 @@ def measure_in_vllm(config: Config, spec: VerifierSpec, drafter_dir: Path, run_d
         f"vLLM {answers.version}", judged, answers.raw, find_suspects=find_suspects,
         drafts=settings.drafts, resamples=settings.bootstrap, seed=settings.seed,
     )  # fmt: skip
+
+
+def _load_as_served(config: Config, spec: VerifierSpec) -> PreTrainedModel:
+    return load_model(spec, dtype=getattr(torch, config.verifier.dtype), device=config.hardware.accelerator)
 
 
 def _recapture(model: PreTrainedModel, text: Text, layers: Sequence[int]) -> replayed.Capture:

@@ -17,7 +17,7 @@ from eagle3.evaluate import Decoder, Settings, check_fit, full_float32
 from eagle3.gate import Counts, counts_of, inside_response, total
 from eagle3.questions import Prompt, Questions
 from eagle3.report import PromptResult
-from eagle3.truth import BF16_TIE_ULPS, Parting, parting, shortfall_ulps
+from eagle3.truth import BF16_TIE_ULPS, Parting, parting, second_look, shortfall_ulps
 from extract.engines.base import Completion, Counters
 
 
@@ -127,9 +127,10 @@ def judge(
     drafter: Eagle3Drafter,
     answered: Sequence[Answered],
     settings: Settings,
+    served: Callable[[], PreTrainedModel] | None = None,
     advance: Callable[..., None] = lambda n: None,
 ) -> list[Judged]:
-    """`model` and `drafter` in float32.
+    """`model` and `drafter` in float32; `served` gives the verifier in the engine's precision if that is another one.
 
     Raises:
         ReplayDiffers: our decoder and the replay disagree: this program is at fault, not the engine.
@@ -138,20 +139,22 @@ def judge(
     decoder, judged = Decoder(model, drafter.eval(), settings), []
     with full_float32():
         for one in answered:
-            judged.append(_judge(decoder, one))
+            judged.append(_judge(decoder, one, served))
             advance(1)
     return judged
 
 
-def _judge(decoder: Decoder, one: Answered) -> Judged:
+def _judge(decoder: Decoder, one: Answered, served: Callable[[], PreTrainedModel] | None) -> Judged:
     spoken = one.speculative
     text = replayed.capture(decoder.model, one.prompt.ids, spoken.ids, decoder.drafter.shape.capture_layers)
-    result = decoder.follow(one.prompt, spoken.ids, text, plain_s=one.plain.seconds, speculative_s=spoken.seconds)
+    parted = parting(spoken.ids, one.plain.ids, text.logits)
+    if parted is not None and not parted.tie and served is not None:
+        parted = second_look(parted, served(), one.prompt.ids, spoken.ids)
     inside = inside_response(spoken.accepted, len(spoken.ids))
     return Judged(
-        result=result,
+        result=decoder.follow(one.prompt, spoken.ids, text, plain_s=one.plain.seconds, speculative_s=spoken.seconds),
         accepted=spoken.accepted,
         engine=counts_of(inside, decoder.settings.drafts),
-        parting=parting(spoken.ids, one.plain.ids, text.logits),
+        parting=parted,
         unlikely=int((shortfall_ulps(text.logits, spoken.ids) > BF16_TIE_ULPS).sum()),
     )

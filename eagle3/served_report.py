@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from eagle3.gate import Check, Counts, gate, total
+from eagle3.gate import NOT_INFORMATIVE, Check, Counts, gate, total
 from eagle3.report import PromptResult, Report, make_report
 from eagle3.served import Judged
 from eagle3.suspects import Suspect
@@ -97,7 +97,9 @@ class ServedReport:
         if not self.failed:
             return
         told = "\n".join(f"  {check.name}: {check.told}" for check in self.failed)
-        raise GateFailed(f"{self.engine_name} and training do not agree on this drafter:\n{told}{self._explained()}")
+        weak = [check.name for check in self.failed] == [NOT_INFORMATIVE]
+        headline = "cannot be told to agree" if weak else "do not agree"
+        raise GateFailed(f"{self.engine_name} and training {headline} on this drafter:\n{told}{self._explained()}")
 
     def _explained(self) -> str:
         if not self.suspects:

@@ -19,7 +19,7 @@ from eagle3.replayed import ReplayDiffers
 from eagle3.report import read_texts
 from eagle3.served_report import GateFailed, make_served_report
 from eagle3.suspects import altered, suspects
-from eagle3.truth import parting, shortfall_ulps
+from eagle3.truth import Parting, parting, second_look, shortfall_ulps
 
 SETTINGS = Settings(drafts=3, max_new_tokens=24, end_of_turn_ids=frozenset({9999}), bootstrap=100, seed=0)
 
@@ -193,6 +193,21 @@ def test_a_tie_is_measured_in_bf16_steps_of_the_best_logit():
     assert not parting([0, 0], [2, 0], logits).tie
     assert not parting([0, 0], [0, 1], logits).tie, "what would be a tie at 20 is none at -3"
     assert parting([0, 0], [0, 0], logits) is None
+
+
+def test_what_bf16_rounds_together_is_a_tie_in_the_engines_precision(model):
+    prompt, response = PROMPTS[1], (5, 9, 31)
+    served = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        logits = served(torch.tensor([[*prompt, *response[:2]]])).logits[0, -1].float()
+    best, second = logits.topk(2).indices.tolist()
+    parted = Parting(2, (best, second), ulps=50.0)
+    looked = second_look(parted, served, prompt, response)
+    assert looked.ulps == pytest.approx(float(shortfall_ulps(logits[None], [second])), abs=1.0), "by one row or by many"
+    assert second_look(Parting(2, (best, second), ulps=0.5), served, prompt, response).ulps <= 0.5
+    assert second_look(Parting(3, (7, None), math.inf), served, prompt, response).ulps == math.inf
+    far = Parting(2, (best, int(logits.argmin())), ulps=90.0)
+    assert not second_look(far, served, prompt, response).tie, "no precision makes a tie of these"
 
 
 def test_a_text_that_ends_early_is_no_tie():
