@@ -15,19 +15,23 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich import get_console
+from rich.console import Console
 from rich.text import Text
 
-from eagle3.config import IDENTITY, Config, as_dict, typed
-from eagle3.runlog import Declared, RunLog, SilentRunLog, open_runlog, provenance
+from eagle3.config import Config, as_dict, typed
+from eagle3.naming import IDENTITY
+from eagle3.runlog import Declared, RunLog, SilentRunLog, git_diff, open_runlog, provenance
+from eagle3.sweep import require_unchanged, varied_keys
 from extract.config import Hardware
 from extract.engines import EngineError
+from extract.progress import shown_path
 from extract.rundir import RunDir, join_run, open_run
 from extract.store_space import FULL
 
 log = logging.getLogger(__name__)
 
 Stage = Callable[[Config, Path], float | None]
-
+AGAIN = ("resume=", "from_run=")
 
 STAGE_FIGURES = {
     "stage": Declared(
@@ -53,30 +57,46 @@ def launch(raw: DictConfig, stage: Stage) -> float | None:
     """
     hydra = HydraConfig.get()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    errors = Console(stderr=True) if rank() > 0 else get_console()
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - rank 0 speaks for all, until the process ends
         get_console().quiet = True
     try:
         config = typed(raw, hydra.runtime.choices)
-        prepare_machine(config.hardware)
+        earlier = earlier_run_of(config, hydra.job.config_name)
+        if is_sweep():
+            require_unchanged(Path(hydra.sweep.dir), hydra)
+        if earlier is None:  # else the settings that count are those saved there
+            prepare_machine(config.hardware)
         return stage(config, Path(hydra.runtime.output_dir))
     except KeyboardInterrupt:
-        get_console().print(Text(f"{hydra.job.name}: interrupted; the same command goes on from here", style="red"))
+        errors.print(Text(f"{hydra.job.name}: interrupted; the same command goes on from here", style="red"))
         raise SystemExit(130) from None
     except (ValueError, EngineError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in FULL
         if is_sweep() or (isinstance(error, OSError) and not full):
             raise
         remedy = "; nothing finished is lost: make room and run the same command again" if full else ""
-        get_console().print(Text(f"{hydra.job.name}: {error}{remedy}", style="red"), soft_wrap=True)
+        errors.print(Text(f"{hydra.job.name}: {error}{remedy}", style="red"), soft_wrap=True)
         trace = Path(hydra.runtime.output_dir) / "traceback.txt"
         if trace.exists():
-            get_console().print(Text(f"traceback: {trace}", style="dim"), soft_wrap=True)
+            errors.print(Text(f"traceback: {trace}", style="dim"), soft_wrap=True)
         raise SystemExit(1) from None
 
 
+def earlier_run_of(config: Config, script: str | None) -> str | None:
+    """The run that is to be resumed or repeated. Raises ValueError if this script does neither, or both are told."""
+    told = [key for key in ("resume", "from_run") if getattr(config, key) is not None]
+    if told and (script != "train" or len(told) == 2):
+        raise ValueError(
+            f"{' and '.join(told)}: train.py takes one of them; extract.py and evaluate.py go on by themselves"
+        )
+    return config.resume or config.from_run
+
+
 def prepare_machine(hardware: Hardware) -> None:
-    """Environment, threads and messages, before the first use of the device."""
+    """Environment, threads and messages, before the first use of the device; ValueError if it is not there."""
+    _require_processes(hardware.devices if HydraConfig.get().job.config_name == "train" else 1)
     os.environ.update(hardware.env)
     if hardware.threads is not None:
         torch.set_num_threads(hardware.threads)
@@ -87,6 +107,14 @@ def prepare_machine(hardware: Hardware) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="pytorch_lightning")
     warnings.filterwarnings("ignore", category=UserWarning, module="lightning_utilities")
+
+
+def _require_processes(used: int) -> None:
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started not in (1, used):
+        raise ValueError(f"WORLD_SIZE={started} processes were started and {used} is used here; set hardware.devices")
+    if is_sweep() and used > 1:
+        raise ValueError("a sweep (-m) trains on one device a job; set hardware.devices=1 or launch single runs")
 
 
 @contextmanager
@@ -100,6 +128,8 @@ def tracked_run(
     told = as_dict(config)
     with open_run(path, stage, told, inputs, provenance(), intact=intact, renews=renews,
                   depends_on=IDENTITY[stage]) as run:  # fmt: skip
+        if run.state != "finished" and (changes := git_diff()):
+            (run.path / f"source-{run.attempt}.diff").write_text(changes)  # with the commit, the code that ran
         yield run
 
 
@@ -114,6 +144,8 @@ def run_log(
     """Ledger and mirrors of this attempt, named so that runs can be told apart and compared in W&B."""
     hydra = HydraConfig.get()
     overrides = [o for o in _overrides() if not o.startswith(("experiment=", "tracking"))]
+    if is_sweep() and (varied := varied_keys(Path(hydra.sweep.dir))):
+        overrides = [o for o in overrides if o.partition("=")[0] in varied]  # a name has no room for what is the same
     group = Path(hydra.sweep.dir).name if is_sweep() else config.name
     tracking = config.tracking
     return open_runlog(
@@ -126,7 +158,7 @@ def run_log(
         name=_run_name(overrides) or run.path.name,
         job_type=stage,
         tags=[*tracking.tags, config.name, config.verifier.name],
-        config=as_dict(config),
+        config=as_dict(config) | {"inputs": dict(run.inputs)},
         csv=tracking.csv,
         tensorboard=tracking.tensorboard,
         attempt=run.attempt,
@@ -137,18 +169,17 @@ def run_log(
 
 def rank() -> int:
     """This process among those of one training; the launcher (Lightning's own, or torchrun) says so."""
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    told = (os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ)
+    return int(next(told, "0"))
 
 
 def is_sweep() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def require_alone(key: str) -> None:
-    """`key` brings a whole config along: whatever is set beside it would be ignored without a word."""
-    beside = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] != key]
-    if beside:
-        raise ValueError(f"{key}=… takes every setting from there; leave out {' '.join(beside)}")
+def task_overrides() -> list[str]:
+    """What the command line sets of the config, as it was typed."""
+    return list(HydraConfig.get().overrides.task)
 
 
 def command(script: str, *keys: str) -> str:
@@ -161,14 +192,19 @@ def command(script: str, *keys: str) -> str:
                      *map(shlex.quote, (*overrides, *keys))])  # fmt: skip
 
 
+def drafter_key(config: Config, drafter: Path) -> list[str]:
+    """The key that evaluate.py needs where a drafter does not lie where its config says: a sweep, a directory given."""
+    return [] if drafter.absolute() == Path(config.drafter_dir).absolute() else [f"drafter_dir={shown_path(drafter)}"]
+
+
 def _overrides() -> list[str]:
-    """What the user set; of a run that is resumed, what was set when it began."""
-    told = list(HydraConfig.get().overrides.task)
-    resumed = [o.partition("=")[2].strip("'\"") for o in told if o.startswith("resume=")]
-    saved = Path(resumed[0]) / ".hydra" / "overrides.yaml" if resumed else None
+    """What the user set; of a run that is resumed or repeated, what was set when it began."""
+    told = task_overrides()
+    earlier = [o.partition("=")[2].strip("'\"") for o in told if o.startswith(AGAIN)]
+    saved = Path(earlier[0]) / ".hydra" / "overrides.yaml" if earlier else None
     if saved is not None:
         told = list(yaml.safe_load(saved.read_text())) if saved.exists() else []
-    return [o for o in told if not o.startswith("resume=")]
+    return [o for o in told if not o.startswith(AGAIN)]
 
 
 def _run_name(overrides: Sequence[str]) -> str:

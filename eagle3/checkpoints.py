@@ -12,6 +12,7 @@ agrees with its files is passed over by name. A full disk while saving leaves th
 import json
 import logging
 import shutil
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,25 @@ def checkpoints(run_dir: Path) -> list[Checkpoint]:
             facts = json.loads((path / COMPLETE).read_text())
             found.append(Checkpoint(path, *(facts[f] for f in ("step", "accept_len", "best_step", "best_accept_len"))))
     return sorted(found, key=lambda c: c.step)
+
+
+def newest_sound(run_dir: Path) -> Checkpoint | None:
+    """The checkpoint to go on from: the newest whose trainer state is, byte for byte, what was written."""
+    for checkpoint in reversed(checkpoints(run_dir)):
+        fault = _damage(checkpoint.trainer_state)
+        if fault is None:
+            return checkpoint
+        log.warning("%s is damaged (%s: %s) and is passed over", checkpoint.path, TRAINER_STATE, fault)
+    return None
+
+
+def _damage(trainer_state: Path) -> str | None:
+    try:
+        with zipfile.ZipFile(trainer_state) as archive:  # torch's format, which keeps a checksum of every tensor
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as error:
+        return str(error)
+    return f"{damaged} fails its checksum" if damaged else None
 
 
 def _fault(path: Path) -> str | None:

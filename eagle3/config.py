@@ -4,8 +4,6 @@ All scripts share one root, so that an experiment describes a whole pipeline and
 the same config has trained. `typed()` is the first statement of every script; nothing below it knows omegaconf.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -15,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+import eagle3.naming  # noqa: F401 - the names of directories in conf/ are resolved there
 from extract.config import (
     STRICT,
     Extraction,
@@ -123,6 +122,8 @@ class Tracking:
     """Mirror the metrics to TensorBoard files in the run directory."""
     csv: bool
     """Mirror the metrics to one CSV file a split in the run directory."""
+    artifacts: bool
+    """Keep charts and best drafter of a training as artifacts of its W&B run."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -148,6 +149,8 @@ class Config:
     """Of sampling, data order, noise, initial weights and bootstrap."""
     resume: str | None
     """Run directory of train.py to continue, with the config saved there."""
+    from_run: str | None
+    """Run directory of train.py to repeat from the beginning: its run.json is enough."""
     dry_run: bool
     """Check and plan, then stop before the first expensive step."""
 
@@ -231,48 +234,6 @@ def _explain(error: Any) -> str:
     return f"{key}={error['input']!r}: {error['msg']}"
 
 
-IDENTITY = {
-    "extract": ("verifier", "server", "extraction", "store", "seed"),
-    "train": ("verifier", "extraction", "drafter", "optimizer", "data", "hardware", "store", "seed"),
-    "evaluate": ("verifier", "server", "extraction", "evaluation", "hardware", "drafter_dir", "seed"),
-}
-"""The sections that a stage's result depends on: its run directory is named by them."""
-
-
-def run_id(stage: str, *, _root_: DictConfig) -> str:
-    """Resolver `${run_id:train}`: the experiment's name and a hash of what the stage depends on.
-
-    The same command finds its directory again and goes on there; another setting gets another directory.
-    """
-    names = IDENTITY[stage]
-    try:
-        plain = {name: _resolved(_root_[name]) for name in names}
-    except OmegaConfBaseException:  # no directory is used then: `typed` refuses this config, and names the key
-        plain = {"unresolved": OmegaConf.to_yaml(_root_)}
-    name = "unnamed" if OmegaConf.is_missing(_root_, "name") else _root_["name"]
-    return f"{name}-{_short_hash(plain)}"
-
-
-def _resolved(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def sweep_id(name: str, overrides: ListConfig) -> str:
-    """Resolver `${sweep_id:${name},${hydra.overrides.task}}`: the same sweep command finds its directory again.
-
-    It is cached and Hydra hands the cache on to the jobs, whose own name and overrides must not count here.
-    """
-    return f"{name}-{_short_hash(sorted(overrides))}"
-
-
-def _short_hash(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
-
-
 def as_dict(config: Config) -> dict[str, Any]:
     """Plain nested values, for run.json, W&B and checkpoints."""
     return asdict(config)
-
-
-OmegaConf.register_new_resolver("run_id", run_id, replace=True)
-OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)

@@ -1,163 +1,61 @@
-"""Compares the jobs of a `-m` sweep: best acceptance length first, failed jobs with their reason.
+"""Sweeps: what a `-m` run of train.py keeps, notices and tells beside its jobs, and the table of any runs.
 
-`SweepSummary` is a Hydra callback; every figure is read from the jobs' own directories, so that
-`python -m eagle3.sweep DIR` gives the same table later.
+    python -m eagle3.sweep DIR...      sweeps or single runs: table, chart, and what their configs differ in
+
+`SweepSummary` is a Hydra callback. sweep.json says what the sweep varies and which config files it began with: Hydra
+composes each job when its turn comes, so a file that was edited meanwhile would make another config of it.
 """
 
 import argparse
 import atexit
-import csv
-import fcntl
-import io
+import hashlib
 import json
 import logging
-import math
 import os
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from eagle3.runlog.ledger import LEDGER_NAME, read_ledger, series
+from eagle3.compare import (
+    OVERRIDES_NAME,
+    STATUS_NAME,
+    Job,
+    best_of,
+    code_note,
+    commands,
+    config_differences,
+    failures,
+    read_runs,
+    read_sweep,
+    summary_table,
+    update_summary,
+)
+from extract.durable import replace_file
 from extract.rundir import owned
 
 log = logging.getLogger(__name__)
 
-METRIC = "val/accept_len"
-BESIDE = ("val/loss", "val/acc_0")  # shown at the step of the best METRIC
-STATUS_NAME = "status.json"
-SUMMARY_NAME = "summary.json"
-OVERRIDES_NAME = ".hydra/overrides.yaml"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One job directory of a sweep."""
-
-    directory: Path
-    overrides: tuple[str, ...]
-    status: str
-    """finished, failed or running."""
-    reason: str
-    """Why it failed, in one line."""
-    figures: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def rank(self) -> tuple[int, float, str]:
-        """Finished jobs with the highest METRIC first, then those without one, then failed ones."""
-        if self.status == "failed":
-            return 2, 0.0, self.directory.name
-        if METRIC not in self.figures:
-            return 1, 0.0, self.directory.name
-        return 0, -self.figures[METRIC], self.directory.name
-
-
-def read_job(directory: Path) -> Job:
-    """What a job directory says about itself. A METRIC that is NaN everywhere is no figure."""
-    overrides = directory / OVERRIDES_NAME
-    told = yaml.safe_load(overrides.read_text()) if overrides.exists() else []
-    status = directory / STATUS_NAME
-    state = json.loads(status.read_text()) if status.exists() else {"status": "running"}
-    reason = " ".join(str(state["reason"]).split()) if "reason" in state else ""
-    return Job(directory, tuple(told), state["status"], reason, _figures(directory))
-
-
-def _figures(directory: Path) -> dict[str, float]:
-    """From the ledger where there is one, else the numbers in summary.json."""
-    if (directory / LEDGER_NAME).exists():
-        rows = read_ledger(directory)
-        steps, values = series(rows, METRIC)
-        finite = [(value, -step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
-        figures: dict[str, float] = {}
-        if finite:
-            best, step = max(finite)[0], -max(finite)[1]
-            figures = {METRIC: best, "best_step": step}
-            beside = {name: dict(zip(*series(rows, name), strict=True)) for name in BESIDE}
-            figures |= {name: found[step] for name, found in beside.items() if step in found}
-        figures["steps"] = max((row.step for row in rows if row.split == "train"), default=0)
-        return figures
-    if (directory / SUMMARY_NAME).exists():
-        summary = json.loads((directory / SUMMARY_NAME).read_text())
-        return {k: v for k, v in summary.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return {}
-
-
-def read_sweep(sweep_dir: Path) -> list[Job]:
-    """All jobs below a sweep directory, best first. Raises ValueError if there are none."""
-    found = sorted({path.parent.parent for path in sweep_dir.glob(f"*/{OVERRIDES_NAME}")})
-    if not found:
-        raise ValueError(f"{sweep_dir.absolute()} holds no sweep jobs (looked for */{OVERRIDES_NAME})")
-    return sorted((read_job(path) for path in found), key=lambda job: job.rank)
-
-
-def write_summary(sweep_dir: Path, jobs: Sequence[Job]) -> None:
-    """Writes summary.csv and summary.md beside the job directories."""
-    header, lines = _cells(jobs)
-    table = io.StringIO(newline="")
-    csv.writer(table, lineterminator="\n").writerows([header, *lines])
-    _replace(sweep_dir / "summary.csv", table.getvalue())
-    header, lines = _cells(jobs, shown=True)
-    body = [header, ["---"] * len(header), *lines]
-    markdown = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in body)
-    _replace(sweep_dir / "summary.md", f"# Sweep of {len(jobs)} jobs, best {METRIC} first\n\n{markdown}")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
-def _cells(jobs: Sequence[Job], *, shown: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Header and lines; `shown` rounds the figures and marks the best for human readers."""
-    names = list(dict.fromkeys(name for job in jobs for name in job.figures))
-    names.sort(key=lambda name: name != METRIC)
-    lines = []
-    for place, job in enumerate(jobs):
-        best = place == 0 and METRIC in job.figures and job.status != "failed"
-        figures = [_figure(job.figures[name], shown) if name in job.figures else "" for name in names]
-        mark = "★" if shown and best else "yes" if best else ""
-        lines.append([mark, job.directory.name, " ".join(job.overrides), *figures, job.status, job.reason])
-    return ["best", "job", "overrides", *names, "status", "reason"], lines
-
-
-def _figure(value: float, shown: bool) -> str:
-    return f"{value:.4g}" if shown and isinstance(value, float) else repr(value)
-
-
-def summary_table(sweep_dir: Path, jobs: Sequence[Job]) -> Table:
-    """The same as summary.md for a terminal; the reasons of failed jobs stand below their overrides."""
-    title = f"{len(jobs)} jobs in {os.path.relpath(sweep_dir)}"
-    failed = sum(job.status == "failed" for job in jobs)
-    table = Table(title=f"{title}, {failed} failed" if failed else title)
-    header, lines = _cells(jobs, shown=True)
-    for name in header[:-2]:
-        numeric = name not in ("best", "job", "overrides")
-        table.add_column("" if name == "best" else name, justify="right" if numeric else "left", overflow="fold")
-    for job, line in zip(jobs, lines, strict=True):
-        told = Text(line[2])
-        if job.status != "finished":
-            told.append(f"\n{job.status}{': ' if job.reason else ''}{job.reason}", style="red")
-        table.add_row(*line[:2], told, *line[3:-2], style="bold" if line[0] else "")
-    return table
+SWEEP_NAME = "sweep.json"
 
 
 class SweepSummary(Callback):
     """Writes summary.csv and summary.md after every job, and prints the table at the end of the sweep."""
 
-    def on_multirun_start(self, config: Any, **_: Any) -> None:
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        sweep_dir = Path(config.hydra.sweep.dir).absolute()
+        begin_sweep(sweep_dir, config.hydra)
         # Hydra does not call on_multirun_end when a job failed, but this process ends in either case.
-        atexit.register(_print_at_end, Path(config.hydra.sweep.dir).absolute())
+        atexit.register(_print_at_end, sweep_dir)
 
-    def on_job_end(self, config: Any, job_return: JobReturn, **_: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         if str(config.hydra.mode).rpartition(".")[2] != "MULTIRUN":
             return
         directory = Path(config.hydra.runtime.output_dir)
@@ -173,6 +71,43 @@ class SweepSummary(Callback):
             log.exception("the summary of %s could not be written: %s", directory.parent, err)
 
 
+def begin_sweep(sweep_dir: Path, hydra: Any) -> None:
+    """Writes sweep.json: the keys that vary, and the config files as they are now."""
+    parsed = OverridesParser.create().parse_overrides(list(hydra.overrides.task))
+    varied = [override.get_key_element() for override in parsed if override.is_sweep_override()]
+    params = hydra.sweeper.params if "params" in hydra.sweeper else None
+    varied += [str(key) for key in params or {}]
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    told = {"varied": varied, "config_files": config_files(hydra)}
+    replace_file(sweep_dir / SWEEP_NAME, json.dumps(told, indent=2).encode() + b"\n")
+
+
+def config_files(hydra: Any) -> dict[str, str]:
+    """Hash of each file from which the jobs are composed."""
+    (main,) = [Path(source.path) for source in hydra.runtime.config_sources if source.provider == "main"]
+    return {str(file.relative_to(main)): hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(main.rglob("*.yaml"))}  # fmt: skip
+
+
+def require_unchanged(sweep_dir: Path, hydra: Any) -> None:
+    """Raises ValueError, before a job begins, if its config would be composed from other files than the first one's."""
+    if not (sweep_dir / SWEEP_NAME).exists():
+        return  # an application without the callback
+    before, now = json.loads((sweep_dir / SWEEP_NAME).read_text())["config_files"], config_files(hydra)
+    changed = [name for name in sorted(before.keys() | now.keys()) if (name, before.get(name)) != (name, now.get(name))]
+    if changed:
+        raise ValueError(
+            f"config files have changed since this sweep began: {', '.join(changed)}; its jobs would not be "
+            "comparable. Put them back and run the same command again, or begin another sweep"
+        )
+
+
+def varied_keys(sweep_dir: Path) -> list[str]:
+    """What the sweep varies, by what its command and config say."""
+    file = sweep_dir / SWEEP_NAME
+    return json.loads(file.read_text())["varied"] if file.exists() else []
+
+
 def _record_status(directory: Path, job_return: JobReturn) -> None:
     """status.json says how the job ended; a traceback goes to its own log, as Hydra shows only the first."""
     if job_return.status is JobStatus.COMPLETED:
@@ -186,32 +121,55 @@ def _record_status(directory: Path, job_return: JobReturn) -> None:
     if told.get("status") == "finished" and state["status"] == "failed":
         return  # this job was refused; what an earlier one has finished here stays finished
     kept = {key: value for key, value in told.items() if key != "reason"}
-    _replace(path, json.dumps(kept | state, indent=2))
-
-
-def update_summary(sweep_dir: Path) -> list[Job]:
-    """Reads all jobs again and rewrites the summary; jobs that end at the same time take turns."""
-    with (sweep_dir / ".summary.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        jobs = read_sweep(sweep_dir)
-        write_summary(sweep_dir, jobs)
-    return jobs
+    replace_file(path, json.dumps(kept | state, indent=2).encode())
 
 
 def _print_at_end(sweep_dir: Path) -> None:
     if any(sweep_dir.glob(f"*/{OVERRIDES_NAME}")):
-        Console().print(summary_table(sweep_dir, read_sweep(sweep_dir)))
+        show(f"in {os.path.relpath(sweep_dir)}", read_sweep(sweep_dir))
         Console().print(f"summary: {os.path.relpath(sweep_dir / 'summary.md')}", soft_wrap=True, highlight=False)
 
 
+def show(where: str, jobs: Sequence[Job]) -> None:
+    """The table, and the commands that go on with its best; each command in one piece, to be pasted."""
+    console = Console()
+    console.print(summary_table(f"{len(jobs)} jobs {where}", jobs))
+    best, note = best_of(jobs), code_note(jobs)
+    for line in [*failures(jobs), *([note] if note else [])]:
+        console.print(Text(line, style="red"), soft_wrap=True)
+    for command in commands(best) if best else []:
+        console.print(Text(f"best: {command}"), soft_wrap=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m eagle3.sweep", description=__doc__.splitlines()[0])
-    parser.add_argument("sweep_dir", type=Path, metavar="SWEEP_DIR")
-    sweep_dir = parser.parse_args().sweep_dir
+    parser = argparse.ArgumentParser(prog="python -m eagle3.sweep", description="Compares sweeps and runs.")
+    parser.add_argument("directories", type=Path, metavar="DIR", nargs="+", help="of a sweep, or of a run")
+    parser.add_argument("--out", type=Path, help="where the chart goes; by default beside the runs")
+    told = parser.parse_args()
     try:
-        Console().print(summary_table(sweep_dir, update_summary(sweep_dir)))
+        jobs = read_runs(told.directories)
+        sweep = told.directories[0] if len(told.directories) == 1 and jobs[0].directory != told.directories[0] else None
+        if sweep:
+            jobs = update_summary(sweep)
+        show(f"in {sweep}" if sweep else "compared", jobs)
+        _show_differences(jobs)
+        _draw(jobs, told.out or Path(os.path.commonpath([job.directory.absolute().parent for job in jobs])))
     except (OSError, ValueError) as err:
         parser.exit(2, f"error: {err}\n")
+
+
+def _show_differences(jobs: Sequence[Job]) -> None:
+    lines = config_differences(jobs)
+    for line in lines or ["their configs are equal"]:
+        Console().print(Text(line), soft_wrap=True)
+
+
+def _draw(jobs: Sequence[Job], out: Path) -> None:
+    from eagle3.charts import draw
+
+    drawn = [job.directory for job in jobs if job.figures.get("steps")]
+    for path in draw(drawn, out) if drawn else []:
+        Console().print(f"chart: {os.path.relpath(path)}", soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

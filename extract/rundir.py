@@ -32,6 +32,8 @@ class RunDir:
     """What an earlier attempt left here."""
     attempt: int
     """Number of this attempt, from 1."""
+    inputs: Mapping[str, str]
+    """Fingerprints of what the stage reads."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the figures, then the state: a summary exists before anything calls the run finished."""
@@ -84,19 +86,23 @@ def open_run(
 def join_run(path: Path) -> RunDir:
     """The attempt that rank 0 has opened, for the other ranks of the same training; they write nothing here."""
     record = json.loads((path / "run.json").read_text())
-    return RunDir(path, "unfinished", len(record["attempts"]))
+    return RunDir(path, "unfinished", len(record["attempts"]), record["inputs"])
 
 
-def saved_config(path: Path) -> dict[str, Any]:
-    """The config that made a run directory.
+def saved_run(path: Path) -> dict[str, Any]:
+    """What run.json says: stage, config, inputs and attempts.
 
     Raises:
         ValueError: `path` is no run directory.
     """
+    if not (path / "run.json").is_file():
+        what = "holds no run.json" if path.is_dir() else "is no directory"
+        raise ValueError(f"{path.resolve()} {what}; give the run directory of a training, outputs/train/NAME-HASH")
     try:
-        return json.loads((path / "run.json").read_text())["config"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path.resolve()} is no run directory: {error}") from error
+        record = json.loads((path / "run.json").read_text())
+        return {key: record[key] for key in ("stage", "config", "inputs", "attempts")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path.resolve()} is no run directory: run.json cannot be read ({error})") from error
 
 
 def _claim(
@@ -112,11 +118,11 @@ def _claim(
         state = "finished" if intact and _is_finished(path) else "unfinished"
     attempt = len(record["attempts"]) + 1
     if state == "finished":
-        return RunDir(path, state, attempt)
+        return RunDir(path, state, attempt, record["inputs"])
     record["attempts"].append(provenance)
     _write_json(path / "run.json", record)
     _write_json(path / "status.json", {"status": "running", "attempt": attempt})
-    return RunDir(path, state, attempt)
+    return RunDir(path, state, attempt, record["inputs"])
 
 
 def _forget_inputs(path: Path, inputs: Mapping[str, str]) -> bool:
@@ -137,7 +143,7 @@ def _is_finished(path: Path) -> bool:
 
 def _refuse_other(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], depends_on: set[str]) -> None:
     sections = depends_on.difference(VOLATILE)
-    before, after = (_flat({key: run["config"].get(key) for key in sections}) for run in (old, new))
+    before, after = (flat({key: run["config"].get(key) for key in sections}) for run in (old, new))
     before |= {f"input {key}": value for key, value in old["inputs"].items()}
     after |= {f"input {key}": value for key, value in new["inputs"].items()}
     changed = [
@@ -154,11 +160,12 @@ def _refuse_other(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], de
         )
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under their dotted names."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            out |= _flat(value, f"{prefix}{key}.")
+            out |= flat(value, f"{prefix}{key}.")
         else:
             out[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
     return out
@@ -175,6 +182,15 @@ def owned(path: Path) -> Iterator[IO[str]]:
                 f"another process is working in {path}; wait for it, or choose another directory with hydra.run.dir=DIR"
             ) from None
         yield file
+
+
+def is_owned(path: Path) -> bool:
+    """Whether a process works in a run directory."""
+    try:
+        with owned(path):
+            return False
+    except ValueError:
+        return True
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from tiny_store import in_child
 from transformers import AutoModelForCausalLM
 
 from eagle3 import checkpoints as module
-from eagle3.checkpoints import KEEP, Checkpoints, checkpoints
+from eagle3.checkpoints import KEEP, Checkpoints, checkpoints, newest_sound
 from eagle3.export.directory import load_drafter
 
 
@@ -175,6 +175,20 @@ def test_half_checkpoints_are_passed_over_by_name(save, caplog):
     ):
         assert any(name in line and fault in line and "passed over" in line for line in told), name
     assert len(told) == 4
+
+
+def test_a_checkpoint_with_one_wrong_bit_is_passed_over_by_name(save, caplog):
+    for step in (1, 2):
+        save(step, 1.5)
+    state = checkpoints(save.run_dir)[-1].trainer_state
+    data = bytearray(state.read_bytes())
+    data[len(data) // 2] ^= 1
+    state.write_bytes(data)
+    assert newest_sound(save.run_dir).step == 1
+    assert f"{state.parent} is damaged (trainer.ckpt: " in caplog.text and "fails its checksum" in caplog.text
+    state.write_bytes(data[:-30] + bytes(30))
+    assert newest_sound(save.run_dir).step == 1
+    assert newest_sound(save.run_dir / "nothing") is None
 
 
 def test_the_newest_is_that_of_the_highest_step_whatever_its_name_or_time(save):

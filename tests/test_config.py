@@ -10,7 +10,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from eagle3 import config as eagle3_config
-from eagle3.config import Config, ConfigError, as_dict, from_values, run_id, sweep_id, typed
+from eagle3.config import Config, ConfigError, as_dict, from_values, typed
+from eagle3.naming import run_id, sweep_id
 from extract import config as extract_config
 from extract.config import Extraction
 from extract.manifest import store_manifest

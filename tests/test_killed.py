@@ -12,6 +12,7 @@ from tiny_job import settings
 from whole_job import read_index, values_by_step
 
 from eagle3.checkpoints import checkpoints
+from eagle3.runlog.wandb_log import read_wandb
 from extract.store import verify
 
 
@@ -144,7 +145,7 @@ def test_a_killed_training_ends_in_the_same_drafter_bit_for_bit(interrupted_trai
 
 
 def test_two_processes_go_on_after_a_kill_as_one_process_trains(folder, extracted):
-    told = settings(hardware="cpu_x2", optimizer__batch_tokens=640, hydra__run__dir="two")
+    told = settings(hardware="cpu_x2", optimizer__batch_tokens=640, hydra__run__dir="two", tracking="offline")
     killed("train.py", *told, cwd=folder, die=("eagle3.record:Record._emit_train", 6, "after"))
     succeed("train.py", *told, cwd=folder)
     one = settings(optimizer__batch_tokens=640, hydra__run__dir="one")
@@ -154,6 +155,10 @@ def test_two_processes_go_on_after_a_kill_as_one_process_trains(folder, extracte
         assert ours.keys() == theirs.keys()
         for step in ours:
             assert ours[step] == pytest.approx(theirs[step], rel=1e-3), (split, step)
+    runs = [read_wandb(path) for path in (folder / "two").glob("wandb/offline-run-*/run-*.wandb")]
+    assert sorted(run.exit_code is None for run in runs) == [False, True], "one W&B run an attempt, not a process"
+    (whole,) = [run.rows for run in runs if run.exit_code == 0]
+    assert [row["step"] for row in whole if "train/loss" in row] == sorted(values_by_step(folder / "two", "train"))
     states = [torch.load(checkpoints(folder / name)[-1].trainer_state, weights_only=True) for name in ("two", "one")]
     for mine, other in zip(*(s["optimizer_states"][0]["state"].values() for s in states), strict=True):
         torch.testing.assert_close(mine["exp_avg"], other["exp_avg"], rtol=1e-2, atol=1e-5)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from eagle3.runlog.ledger import Declared, Ledger, Row, RowCheck, read_ledger, read_rows, series
 
+ROOT = Path(__file__).resolve().parents[1]
 DECLARED = {
     "train": Declared(frozenset({"loss", "tokens"}), frozenset({"acc_0"}), integer=frozenset({"tokens"})),
     "val": Declared(frozenset({"accept_len"})),
@@ -249,6 +251,13 @@ def test_a_full_disk_raises_and_leaves_no_half_line(tmp_path, monkeypatch):
 def test_a_missing_ledger_names_the_absolute_path(tmp_path):
     with pytest.raises(ValueError, match=str(tmp_path)):
         read_ledger(tmp_path / "metrics.jsonl")
+
+
+def test_no_metric_goes_around_the_ledger():
+    sources = {path: path.read_text() for path in (ROOT / "eagle3").rglob("*.py")}
+    for told in ("self.log(", "self.log_dict(", "log_every_n_steps", "wandb.log(", "WandbLogger", "CSVLogger"):
+        assert not [path.name for path, text in sources.items() if told in text], told
+    assert "logger=False" in sources[ROOT / "eagle3" / "fit.py"]
 
 
 def test_row_check_is_the_same_on_every_rank():

@@ -12,10 +12,9 @@ import pytest
 import wandb
 
 from eagle3.runlog import open_runlog
-from eagle3.runlog.ledger import Declared, Row
-from eagle3.runlog.mirrors import CsvMirror, Guarded, TensorBoardMirror
+from eagle3.runlog.ledger import Declared
+from eagle3.runlog.shown import plain
 from eagle3.runlog.wandb_log import BLOCK_BYTES, read_wandb
-from eagle3.runlog.wandb_mirror import plain
 
 DECLARED = {
     "train": Declared(frozenset({"loss", "lr"}), frozenset({"acc_0"})),
@@ -46,6 +45,12 @@ def train(log, steps, val_every=2, start=0):
             log.emit("val", step, {"accept_len": 1.0 + step})
 
 
+def wandb_of(folder, attempt):
+    """The log of an attempt whose own rows are in it."""
+    (found,) = [p for p in log_files(folder) if max(r["attempt"] for r in read_wandb(p).rows) == attempt]
+    return found
+
+
 def log_files(folder):
     return sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
 
@@ -59,12 +64,12 @@ def test_every_row_of_an_offline_wandb_run_is_read_back(tmp_path):
     history = read_wandb(path)
     assert history.exit_code == 0
     assert [row for row in history.rows if "train/loss" in row] == [
-        {"step": step, "train/loss": 1.0 / step, "train/lr": 1e-3} for step in range(1, 8)
+        {"step": step, "attempt": 1, "train/loss": 1.0 / step, "train/lr": 1e-3} for step in range(1, 8)
     ]
     # Rows of the two splits interleave on our own step, which W&B would drop if it were its `step=`.
     assert [row["step"] for row in history.rows] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7]
     report = json.loads((tmp_path / "reconcile.json").read_text())
-    assert report["splits"]["train"] == {"expected": 7, "emitted": 7, "on_disk": 7, "wandb": 7}
+    assert report["splits"]["train"] == {"expected": 7, "emitted": 7, "on_disk": 7, "inherited": 0, "wandb": 7}
     assert log.where() == f"wandb sync {os.path.relpath(path.parent)}"
 
 
@@ -84,7 +89,7 @@ def test_a_row_larger_than_a_block_is_read_back(tmp_path):
             log.emit("train", step, {name: step + 0.5 for name in names})
     (path,) = log_files(tmp_path)
     assert path.stat().st_size > 3 * BLOCK_BYTES
-    assert [len(row) for row in read_wandb(path).rows] == [2001] * 3
+    assert [len(row) for row in read_wandb(path).rows] == [2002] * 3
 
 
 def test_a_cut_log_reads_up_to_the_cut_and_a_damaged_one_is_named(tmp_path):
@@ -149,7 +154,7 @@ def test_a_resumed_training_is_a_second_run_of_the_same_group(tmp_path, monkeypa
     assert [options["config"]["steps"] for options in asked] == [4, 6]
     assert "step" not in asked[0] and asked[0]["reinit"] == "create_new"
     steps = [[row["step"] for row in read_wandb(path).rows if "train/loss" in row] for path in log_files(tmp_path)]
-    assert sorted(steps) == [[1, 2, 3, 4], [4, 5, 6]]
+    assert sorted(steps) == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
 
 
 def test_wandb_environment_does_not_join_runs(tmp_path, monkeypatch):
@@ -254,6 +259,7 @@ def test_csv_and_tensorboard_hold_every_row(tmp_path):
         "expected": 5,
         "emitted": 5,
         "on_disk": 5,
+        "inherited": 0,
         "csv": 5,
         "tensorboard": 5,
     }
@@ -264,49 +270,23 @@ def test_csv_and_tensorboard_hold_every_row(tmp_path):
     assert log.where() is None
 
 
-def test_a_resumed_csv_goes_on_and_counts_its_own_attempt(tmp_path):
-    for attempt in (1, 2):
-        mirror = CsvMirror(tmp_path, DECLARED, attempt)
-        mirror.emit(Row("r", attempt, 1, "val", attempt, 0.0, {"accept_len": 1.5}))
-        mirror.close(ok=True)
-        assert mirror.held() == {("val", attempt, 1): 1}
-    with pytest.raises(ValueError, match=r"val.csv has the columns"):
-        CsvMirror(tmp_path, {"val": Declared(frozenset({"other"}))}, 3)
-
-
-def test_tensorboard_attempts_do_not_mix(tmp_path):
-    for attempt in (1, 2):
-        mirror = TensorBoardMirror(tmp_path, attempt)
-        mirror.emit(Row("r", attempt, 1, "val", 7, 0.0, {"accept_len": 1.5}))
-        mirror.close(ok=True)
-        assert mirror.held() == {("val", 7, 1): 1}
-
-
-def test_a_guard_logs_the_first_failures_and_counts_them_all(caplog):
-    class Broken:
-        name = "broken"
-
-        def emit(self, row):
-            raise ZeroDivisionError("no")
-
-    guard = Guarded(Broken())
-    for step in range(10):
-        guard.emit(Row("r", 1, step + 1, "train", step, 0.0, {}))
-    assert len(guard.failures) == 10 and guard.failures[0] == "train step 0: ZeroDivisionError: no"
-    assert caplog.text.count("mirror broken failed") == 3
-
-
-def test_after_kill_9_the_ledger_has_every_row_whatever_wandb_kept(tmp_path):
-    code = f"""
-import os, signal
-from pathlib import Path
-from eagle3.runlog import Declared, open_runlog
-log = open_runlog(Path({str(tmp_path)!r}), {{"train": Declared(frozenset({{"loss"}}))}}, mode="offline",
-                  project="p", group="g", name="n", job_type="train", config={{}})
-for step in range(20):
-    log.emit("train", step, {{"loss": 1.0}})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 20
-    assert not (tmp_path / "reconcile.json").exists()
+@pytest.mark.parametrize("mode", ["local", "offline"])
+def test_the_mirrors_of_a_resumed_attempt_read_as_one_curve(tmp_path, mode):
+    with pytest.raises(RuntimeError), runlog(tmp_path, mode=mode, csv=True, tensorboard=True) as log:
+        train(log, 5)
+        raise RuntimeError("killed after the checkpoint at step 2")
+    with runlog(tmp_path, mode=mode, csv=True, tensorboard=True, attempt=2, resumed_from_step=2) as log:
+        train(log, 4, start=2)
+        log.expect("train", 4)
+    counts = json.loads((tmp_path / "reconcile.json").read_text())["splits"]["train"]
+    assert counts == {"expected": 4, "emitted": 4, "on_disk": 4, "inherited": 2, "csv": 6, "tensorboard": 6} | (
+        {"wandb": 6} if mode == "offline" else {}
+    )
+    lines = (tmp_path / "csv" / "train.csv").read_text().splitlines()[1:]
+    assert [line.split(",")[:2] for line in lines] == [[a, s] for a, s in zip("112222", "123456", strict=True)]
+    if mode == "offline":
+        first, second = (wandb_of(tmp_path, attempt) for attempt in (1, 2))
+        assert [r["step"] for r in read_wandb(second).rows if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
+        config = json.loads((tmp_path / "runlog.json").read_text())["config"]
+        assert (config["attempt"], config["resumed_from_step"]) == (2, 2)
+        assert config["supersedes"] == [first.stem.removeprefix("run-")], "which run to hide"

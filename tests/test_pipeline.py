@@ -184,8 +184,15 @@ def test_another_config_is_refused_in_a_run_directory_with_the_keys_that_differ(
 
 
 def test_resume_with_other_settings_beside_it_is_refused(folder, trained):
-    done = run("train.py", f"resume={trained[0]}", "optimizer.lr=1", cwd=folder)
-    assert done.code == 1 and "leave out optimizer.lr=1" in done.output
+    done = run("train.py", f"resume={trained[0]}", "optimizer.lr=1", "optimizer.epochs=4", "experiment=quickstart",
+               cwd=folder)  # fmt: skip
+    assert done.code == 1 and "optimizer.lr: 0.003 there, 1.0 now" in done.output and "Traceback" not in done.output
+    assert "experiment brings settings" in done.output and "optimizer.epochs" not in done.output, "only what differs"
+    done = run("train.py", "resume=nowhere", cwd=folder)
+    assert done.code == 1 and f"{folder}/nowhere is no directory; give the run directory" in done.output
+    assert not (folder / "nowhere").exists()
+    done = run("extract.py", *settings(), f"resume={trained[0]}", cwd=folder)
+    assert done.code == 1 and "resume: train.py takes one of them" in done.output
 
 
 def test_a_relative_path_is_read_from_the_working_directory_or_told_in_full(folder, extracted):

@@ -1,19 +1,23 @@
 import json
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from eagle3.runlog import MetricsLost, RunLog, open_runlog
-from eagle3.runlog.ledger import Declared, Ledger
-from eagle3.runlog.mirrors import Held
+from eagle3.runlog import MetricsLost, RunLog, guard, open_runlog
+from eagle3.runlog.guard import Guarded
+from eagle3.runlog.ledger import Declared, Ledger, Row
+from eagle3.runlog.mirrors import Held, Mirror
 from eagle3.runlog.provenance import git_state, provenance
 from eagle3.runlog.wandb_log import read_wandb
 
 DECLARED = {"train": Declared(frozenset({"loss"})), "val": Declared(frozenset({"accept_len"}))}
 
 
-class Memory:
+class Memory(Mirror):
     """A mirror that holds what it is given, with faults on request."""
 
     name = "memory"
@@ -59,8 +63,8 @@ def test_agreeing_counts_are_written_and_nothing_is_raised(tmp_path):
     told = report(tmp_path)
     assert told["ok"] and told["gaps"] == [] and mirror.closed_ok
     assert told["splits"] == {
-        "train": {"expected": 4, "emitted": 4, "on_disk": 4, "memory": 4},
-        "val": {"expected": None, "emitted": 1, "on_disk": 1, "memory": 1},
+        "train": {"expected": 4, "emitted": 4, "on_disk": 4, "inherited": 0, "memory": 4},
+        "val": {"expected": None, "emitted": 1, "on_disk": 1, "inherited": 0, "memory": 1},
     }
 
 
@@ -86,6 +90,51 @@ def test_a_faulty_mirror_never_stops_training_and_never_goes_unreported(tmp_path
     assert told in str(raised.value) and told in report(tmp_path)["gaps"]
     assert not report(tmp_path)["ok"]
     assert report(tmp_path)["splits"]["train"]["on_disk"] == 20 == report(tmp_path)["splits"]["train"]["good"]
+
+
+def test_a_guard_logs_the_first_failures_and_counts_them_all(caplog):
+    class Broken(Mirror):
+        name = "broken"
+
+        def emit(self, row):
+            raise ZeroDivisionError("no")
+
+    guard = Guarded(Broken())
+    for step in range(10):
+        guard.emit(Row("r", 1, step + 1, "train", step, 0.0, {}))
+    guard.close(ok=True)
+    assert len(guard.failures) == 10 and guard.failures[0] == "train step 0: ZeroDivisionError: no"
+    assert caplog.text.count("mirror broken failed") == 3
+
+
+@pytest.mark.parametrize("waiting", [1_000, 4])
+def test_a_mirror_that_hangs_neither_stops_training_nor_goes_unreported(tmp_path, monkeypatch, caplog, waiting):
+    monkeypatch.setattr(guard, "WAITING_ROWS", waiting)
+    monkeypatch.setattr(guard, "STALLED_S", 0.05)
+    released = threading.Event()
+
+    class Hanging(Memory):
+        patience_s = 0.1
+
+        def emit(self, row):
+            if row.step == 3:
+                released.wait(60)
+
+    good = Memory()
+    good.name = "good"
+    began = time.monotonic()
+    with pytest.raises(MetricsLost) as raised, open_with(tmp_path, Hanging(), good) as log:
+        for step in range(1, 13):
+            log.emit("train", step, {"loss": 1.0})
+            while good.rows.total() < step:
+                time.sleep(0.01)
+    released.set()
+    assert time.monotonic() - began < 10
+    told = str(raised.value)
+    assert "memory: 12 train rows missing" in told and "train step 3 has lasted" in told
+    assert ("rows wait already" in told) == (waiting == 4), "and they do not fill the memory"
+    assert "mirror memory hangs (train step 3 has lasted" in caplog.text, "told while it hangs"
+    assert report(tmp_path)["splits"]["train"]["good"] == 12
 
 
 @pytest.mark.parametrize("emitted", [3, 5])
@@ -136,7 +185,7 @@ def test_the_first_exception_is_the_one_to_see_and_the_loss_is_its_note(tmp_path
     assert report(tmp_path)["splits"]["train"]["expected"] is None  # a run that stopped early owes no more rows
 
 
-def test_a_gap_elsewhere_marks_the_wandb_run_as_failed(tmp_path):
+def test_a_mirror_with_a_full_disk_is_told_and_marks_the_wandb_run_as_failed(tmp_path):
     log = open_runlog(
         tmp_path,
         DECLARED,
@@ -148,10 +197,11 @@ def test_a_gap_elsewhere_marks_the_wandb_run_as_failed(tmp_path):
         config={},
         csv=True,
     )
-    with pytest.raises(MetricsLost, match="csv: 1 train rows missing"), log:
+    csv_mirror = log.mirrors[0].mirror
+    csv_mirror._files["train"].close()
+    csv_mirror._files["train"] = Path("/dev/full").open("w")  # noqa: SIM115 - its disk is full; the ledger's is not
+    with pytest.raises(MetricsLost, match=r"csv: 3 train rows missing.*\n.*calls failed, first .*No space left"), log:
         train(log, 3)
-        path = tmp_path / "csv" / "train.csv"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     (wandb_file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert read_wandb(wandb_file).exit_code == 1
     assert report(tmp_path)["splits"]["train"]["wandb"] == 3
@@ -185,14 +235,15 @@ with open_runlog(Path({str(tmp_path)!r}), {{"train": Declared(frozenset({{"loss"
     assert done.returncode != 0 and "train: 2 rows expected, 1 emitted" in done.stderr
 
 
-def test_second_attempt_counts_only_its_own_rows(tmp_path):
+def test_a_second_attempt_owes_its_own_rows_and_its_mirrors_hold_the_inherited_ones_too(tmp_path):
     with open_with(tmp_path) as log:
         train(log, 3)
     ledger = Ledger(tmp_path / "metrics.jsonl", DECLARED, run="r", attempt=2, resumed_from_step=2)
     with RunLog(ledger, [Memory()]) as log:
         log.emit("train", 3, {"loss": 1.0})
         log.expect("train", 1)
-    assert report(tmp_path)["splits"]["train"] == {"expected": 1, "emitted": 1, "on_disk": 1, "memory": 1}
+    counts = {"expected": 1, "emitted": 1, "on_disk": 1, "inherited": 2, "memory": 3}
+    assert report(tmp_path)["splits"]["train"] == counts
 
 
 def test_provenance_inside_and_outside_git(tmp_path):
@@ -212,3 +263,19 @@ def test_provenance_inside_and_outside_git(tmp_path):
     assert git_state(tmp_path)["git_diff_sha256"] != dirty["git_diff_sha256"]
     (tmp_path / "installed").mkdir()
     assert git_state(tmp_path / "installed")["git_sha"] is None  # inside a repository that does not track it
+
+
+def test_after_kill_9_the_ledger_has_every_row_whatever_wandb_kept(tmp_path):
+    code = f"""
+import os, signal
+from pathlib import Path
+from eagle3.runlog import Declared, open_runlog
+log = open_runlog(Path({str(tmp_path)!r}), {{"train": Declared(frozenset({{"loss"}}))}}, mode="offline",
+                  project="p", group="g", name="n", job_type="train", config={{}})
+for step in range(20):
+    log.emit("train", step, {{"loss": 1.0}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 20
+    assert not (tmp_path / "reconcile.json").exists()

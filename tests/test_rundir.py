@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from extract.rundir import open_run, saved_config
+from extract.rundir import open_run, saved_run
 
 CONFIG = {"name": "a", "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "tracking": {"mode": "offline"}, "seed": 0}
 INPUTS = {"store": "abc"}
@@ -32,7 +32,7 @@ def test_a_new_run_is_told_in_full_before_any_work(tmp_path):
         assert read(path / "run.json") == told
         assert read(path / "status.json") == {"status": "running", "attempt": 1}
         assert not (path / "summary.json").exists()
-    assert saved_config(path) == CONFIG
+    assert saved_run(path) == told
 
 
 def test_a_finished_run_is_reused_and_left_as_it_is(tmp_path):
@@ -141,11 +141,13 @@ def test_sections_that_the_stage_does_not_depend_on_may_change(tmp_path):
 
 
 def test_a_directory_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path}.* is no run directory"):
-        saved_config(tmp_path)
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=f"{tmp_path}.* is no run directory"):
-        saved_config(tmp_path)
+    for path, told in ((tmp_path / "nowhere", "is no directory"), (tmp_path, "holds no run.json")):
+        with pytest.raises(ValueError, match=f"{path} {told}; give the run directory of a training"):
+            saved_run(path)
+    for content in ("{", "[]", "{}"):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(ValueError, match=f"{tmp_path} is no run directory: run.json cannot be read"):
+            saved_run(tmp_path)
 
 
 def _hold(path, held, killed):

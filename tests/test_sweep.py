@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from eagle3.compare import read_sweep, summary_table, update_summary
 from eagle3.runlog.ledger import Declared, Ledger
-from eagle3.sweep import read_sweep, summary_table, update_summary
+from eagle3.sweep import show
 from extract.rundir import owned
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +87,7 @@ def test_a_failed_job_is_listed_with_its_reason_and_its_own_traceback(tmp_path):
     ]
     assert rows[2]["reason"] == "RuntimeError: lr 2 | is bad" and rows[2]["best"] == ""
     assert "lr 2 \\| is bad |" in (tmp_path / "sweep" / "summary.md").read_text()
-    assert "3 jobs in sweep, 1 failed" in done.stdout and "failed: RuntimeError: lr 2" in done.stdout
+    assert "3 jobs in sweep, 1 failed" in done.stdout and "job 1 failed: RuntimeError: lr 2" in done.stdout
     job_log = (tmp_path / "sweep" / "1" / "app.log").read_text()
     assert "Traceback" in job_log and "lr 2 | is" in job_log
     assert "Traceback" not in (tmp_path / "sweep" / "2" / "app.log").read_text()
@@ -97,6 +98,20 @@ def test_a_failed_job_is_listed_with_its_reason_and_its_own_traceback(tmp_path):
     for path in (tmp_path / "sweep").glob("*/wandb/offline-run-*/run-*.wandb"):
         exits.setdefault(path.relative_to(tmp_path).parts[1], []).append(read_wandb(path).exit_code)
     assert exits == {"0": [0], "1": [1], "2": [0]}
+
+
+def test_jobs_of_several_processes_fill_one_table(tmp_path):
+    several = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    done = sweep(tmp_path, "-m", "lr=1,2,3", *several)
+    assert done.returncode != 0, "a failed job is a failed sweep"
+    rows = read_csv(tmp_path / "sweep" / "summary.csv")
+    assert [(row["best"], row["job"], row["overrides"], row["status"]) for row in rows] == [
+        ("yes", "2", "lr=3", "finished"),
+        ("", "0", "lr=1", "finished"),
+        ("", "1", "lr=2", "failed"),
+    ]
+    assert "job 1 failed: RuntimeError: lr 2" in done.stdout and done.stdout.count("3 jobs in sweep") == 1
+    assert "Traceback" in (tmp_path / "sweep" / "1" / "app.log").read_text()
 
 
 def test_when_every_job_fails_there_is_no_best(tmp_path):
@@ -155,16 +170,17 @@ def test_jobs_without_a_ledger_show_the_numbers_of_their_summary(tmp_path):
     assert found.figures == {"accept_len": 1.5, "prompts": 24}
 
 
-def test_the_table_fits_80_columns_and_cuts_nothing(tmp_path):
+def test_the_table_fits_80_columns_and_cuts_nothing(tmp_path, capsys):
     long = "drafter.a_very_long_key_that_goes_on_and_on=1e-3"
     job(tmp_path / "0", [long, "b=[1,2]"], accept_len=[1.2])
     job(tmp_path / "1", ["a=1"], status="failed", reason="ValueError: [red]markup[/red] stays as it is")
     console = Console(width=80, record=True)
-    console.print(summary_table(tmp_path, read_sweep(tmp_path)))
+    console.print(summary_table("2 jobs", read_sweep(tmp_path)))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    squeezed = "".join(c for c in text if c.isalnum() or c in "_-.=[]")
-    assert "[red]markup[" in squeezed
+    assert "and_on=1e-3" in text and "b=[1,2]" in text, "folded, not cut"
+    show("in a sweep", read_sweep(tmp_path))
+    assert "job 1 failed: ValueError: [red]markup[/red] stays as it is\n" in capsys.readouterr().out
 
 
 def test_a_directory_without_jobs_is_named(tmp_path):

@@ -1,8 +1,10 @@
 """`-m` with the real training script: a run for each value, failures that stay their own, and going on."""
 
 import json
+import shutil
+import time
 
-from scripts import Script, run, succeed
+from scripts import ROOT, Script, run, succeed
 from tiny_job import settings
 
 from eagle3.checkpoints import checkpoints
@@ -21,6 +23,10 @@ def test_a_sweep_gives_a_run_for_each_value_and_a_table(folder, extracted):
     assert len(rows) == 3 and all("finished" in row for row in rows[1:])
     logged = sorted(sweep.glob("*/wandb/offline-run-*/run-*.wandb"))
     assert [read_wandb(path).exit_code for path in logged] == [0, 0]
+    shown = [json.loads((sweep / job / "runlog.json").read_text()) for job in ("0", "1")]
+    assert [one["name"] for one in shown] == ["lr=0.001", "lr=0.0001"], "what varies, not what was said besides"
+    assert {(one["group"], one["job_type"]) for one in shown} == {(sweep.name, "train")}
+    assert all({"tiny"} <= set(one["tags"]) and one["config"]["optimizer"]["lr"] for one in shown)
     assert all(sweep.name.encode() in path.read_bytes() for path in logged), "one W&B group"
 
 
@@ -54,6 +60,22 @@ def test_the_same_sweep_twice_at_once_never_shares_a_directory(folder, extracted
     rows = [json.loads(line) for line in (folder / "twice" / "0" / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if row["split"] == "train"]
     assert steps == list(range(1, len(steps) + 1)), "one of them trained, once"
+
+
+def test_a_config_file_edited_during_a_sweep_fails_the_jobs_to_come(folder, extracted):
+    conf = folder / "conf"  # a copy, to be edited while the first of two jobs runs
+    shutil.copytree(ROOT / "conf", conf)
+    told = settings(seed="0,1", optimizer__epochs=1, hydra__sweep__dir="edited")
+    script = Script("train.py", "-m", "--config-path", str(conf), *told, cwd=folder)
+    while not (folder / "edited" / "0" / "run.json").exists():
+        assert script.process.is_alive(), script.output()
+        time.sleep(0.005)
+    with (conf / "drafter" / "eagle3.yaml").open("a") as file:
+        file.write("# edited\n")
+    done = script.wait()
+    status = [json.loads((folder / "edited" / job / "status.json").read_text()) for job in ("0", "1")]
+    assert [one["status"] for one in status] == ["finished", "failed"] and done.code != 0, done.output
+    assert "have changed since this sweep began: drafter/eagle3.yaml" in status[1]["reason"]
 
 
 def test_a_sweep_over_several_devices_is_refused(folder, extracted):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from eagle3.runlog.guard import Guarded
 from eagle3.runlog.ledger import (
     LEDGER_NAME,
     Declared,
@@ -21,15 +22,10 @@ from eagle3.runlog.ledger import (
     read_ledger,
     series,
 )
-from eagle3.runlog.mirrors import (
-    CsvMirror,
-    Guarded,
-    Mirror,
-    TensorBoardMirror,
-    writable_dir,
-)
-from eagle3.runlog.provenance import git_state, provenance
+from eagle3.runlog.mirrors import Mirror, writable_dir
+from eagle3.runlog.provenance import git_diff, git_state, provenance
 from eagle3.runlog.reconcile import MetricsLost, Reconciler, Report, metrics_lost
+from eagle3.runlog.shown import MirrorName, Shown, open_mirror, plain
 
 __all__ = [
     "LEDGER_NAME",
@@ -39,6 +35,7 @@ __all__ = [
     "RunLog",
     "SilentRunLog",
     "check_wandb_ready",
+    "git_diff",
     "git_state",
     "metric_names",
     "open_runlog",
@@ -63,7 +60,7 @@ class RunLog:
 
     def __init__(self, ledger: Ledger, mirrors: Sequence[Mirror]) -> None:
         self.ledger = ledger
-        self.mirrors = [Guarded(mirror) for mirror in mirrors]
+        self.mirrors = [Guarded(mirror, ledger.inherited) for mirror in mirrors]
         self.report: Report | None = None
         self._expected: dict[str, int] = {}
 
@@ -76,6 +73,11 @@ class RunLog:
     def sync(self) -> None:
         """Call after validation and before a checkpoint: no row up to here is lost with the power."""
         self.ledger.sync()
+
+    def attach(self, kind: str, path: Path) -> None:
+        """A directory that the mirrors keep beside the rows; W&B does, as an artifact of this type."""
+        for mirror in self.mirrors:
+            mirror.attach(kind, path)
 
     def expect(self, split: str, count: int) -> None:
         """How many rows of `split` this attempt must have written when it ends without an exception."""
@@ -107,7 +109,7 @@ class RunLog:
         reconciler = Reconciler(self.ledger, {} if stopped_early else self._expected)
         # W&B last: a gap found anywhere else still marks its run as failed; a finished run cannot be marked.
         for mirror in sorted(self.mirrors, key=lambda m: m.name == "wandb"):
-            mirror.close(ok=not (stopped_early or reconciler.gaps or mirror.failures))
+            mirror.close(ok=not (stopped_early or reconciler.gaps))
             reconciler.compare(mirror)
         self.report = reconciler.finish(self.ledger.path.parent)
         return self.report
@@ -123,6 +125,8 @@ class SilentRunLog:
         self._check(split, step, values)
 
     def sync(self) -> None: ...
+
+    def attach(self, kind: str, path: Path) -> None: ...
 
     def expect(self, split: str, count: int) -> None:
         assert split in self._check.declared, split
@@ -170,29 +174,21 @@ def open_runlog(
         attempt=attempt,
         resumed_from_step=resumed_from_step,
     )
+    told = {**config, "attempt": attempt, "provenance": provenance()}
+    if resumed_from_step is not None:
+        told |= {"resumed_from_step": resumed_from_step, "supersedes": wandb_runs(run_dir)}
+    columns = {split: [sorted(d.names), sorted(d.optional)] for split, d in declared.items()}
+    shown = Shown(mode, project, entity, group, name, job_type, tuple(tags), plain(told), columns)
+    names: dict[MirrorName, bool] = {"csv": csv, "tensorboard": tensorboard, "wandb": mode != "local"}
     try:
-        mirrors: list[Mirror] = []
-        if csv:
-            mirrors.append(CsvMirror(run_dir / "csv", declared, attempt))
-        if tensorboard:
-            mirrors.append(TensorBoardMirror(run_dir / "tensorboard", attempt))
-        if mode != "local":
-            from eagle3.runlog.wandb_mirror import WandbMirror
-
-            shown = {**config, "attempt": attempt, "provenance": provenance()}
-            wandb_mirror = WandbMirror(
-                run_dir,
-                mode=mode,
-                project=project,
-                entity=entity,
-                group=group,
-                name=name,
-                job_type=job_type,
-                tags=tags,
-                config=shown,
-            )
-            mirrors.append(wandb_mirror)
+        shown.write(run_dir)
+        mirrors = [open_mirror(mirror, run_dir, shown) for mirror, wanted in names.items() if wanted]
     except BaseException:
         ledger.close()
         raise
     return RunLog(ledger, mirrors)
+
+
+def wandb_runs(run_dir: Path) -> list[str]:
+    """Ids of the W&B runs of a run directory."""
+    return sorted(path.stem.removeprefix("run-") for path in run_dir.glob("wandb/*run-*/run-*.wandb"))

@@ -133,6 +133,8 @@ class Ledger:
         self.emitted: Counter[str] = Counter({split: 0 for split in declared})
         self.nonfinite: Counter[str] = Counter()
         self.last: Row | None = None
+        self.inherited: list[Row] = []
+        """Rows of earlier attempts that still count: those up to the step from which this one goes on."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(path.with_suffix(".lock"))
         try:
@@ -141,9 +143,10 @@ class Ledger:
             self._file = path.open("ab", buffering=0)
             self._size = path.stat().st_size
             if resumed_from_step is not None:
-                superseded = sum(row.step > resumed_from_step for row in current_rows(rows))
+                counted = current_rows(rows)
+                self.inherited = [row for row in counted if row.step <= resumed_from_step]
                 log.info("attempt %d goes on after step %d", attempt, resumed_from_step)
-                log.info("%d rows of earlier attempts are superseded", superseded)
+                log.info("%d rows of earlier attempts are superseded", len(counted) - len(self.inherited))
                 self._append(self._row(MARKER, resumed_from_step, {}))
         except BaseException:
             self._lock.close()

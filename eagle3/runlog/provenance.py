@@ -5,11 +5,13 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "pytorch-lightning", "hydra-core", "omegaconf", "safetensors", "wandb")
+SOURCES = ("*.py", "eagle3/**/*.py", "extract/**/*.py", "conf/**/*.yaml")
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -17,12 +19,32 @@ def provenance(root: Path = SOURCE_ROOT) -> dict[str, object]:
     """Facts about this process and the code under `root`. Outside git the three git entries are None."""
     return {
         **git_state(root),
+        "source_sha256": source_sha256(root),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "argv": list(sys.argv),
         "device": _device(),
         "host": platform.node(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def source_sha256(root: Path = SOURCE_ROOT) -> str:
+    """Over the code and the config files below `root`: equal where the same program runs, in git or not."""
+    files = [path for pattern in SOURCES for path in root.glob(pattern)]
+    return files_sha256(sorted(files), root)
+
+
+def files_sha256(files: Sequence[Path], root: Path) -> str:
+    """Over the names below `root` and the contents of files."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(root)}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def git_diff(root: Path = SOURCE_ROOT) -> str:
+    """All that differs from HEAD, and the names of untracked files; what `git_diff_sha256` is over."""
+    return (_git(root, "diff", "HEAD") or "") + (_git(root, "status", "--porcelain") or "")
 
 
 def git_state(root: Path = SOURCE_ROOT) -> dict[str, object]:
@@ -32,7 +54,7 @@ def git_state(root: Path = SOURCE_ROOT) -> dict[str, object]:
     tracked = _git(root, "ls-files", "--", ".")
     if sha is None or not tracked:
         return {"git_sha": None, "git_dirty": None, "git_diff_sha256": None}
-    changes = (_git(root, "diff", "HEAD") or "") + (_git(root, "status", "--porcelain") or "")
+    changes = git_diff(root)
     digest = hashlib.sha256(changes.encode()).hexdigest() if changes else None
     return {"git_sha": sha.strip(), "git_dirty": bool(changes), "git_diff_sha256": digest}
 

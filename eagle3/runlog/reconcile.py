@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from eagle3.runlog.guard import Guarded
 from eagle3.runlog.ledger import MARKER, Ledger, Row, read_rows
-from eagle3.runlog.mirrors import Guarded, Held
+from eagle3.runlog.mirrors import Held
 from extract.durable import replace_file
 
 REPORT_NAME = "reconcile.json"
@@ -26,7 +27,8 @@ class Report:
     run: str
     attempt: int
     splits: dict[str, dict[str, int | None]]
-    """By split: expected (None: not said, or stopped early), emitted, on_disk, and one entry per mirror."""
+    """By split: expected (None: not said, or stopped early), emitted, on_disk, inherited (rows of earlier attempts that
+    count), and one entry per mirror, which holds the last two."""
     nonfinite: dict[str, int]
     """How often each metric was NaN or infinite; stored as such, no gap."""
     gaps: list[str] = field(default_factory=list)
@@ -40,11 +42,14 @@ class Reconciler:
 
     def __init__(self, ledger: Ledger, expected: Mapping[str, int]) -> None:
         self.rows, self.gaps = _on_disk(ledger)
-        on_disk = Counter(row.split for row in self.rows)
+        self.inherited = ledger.inherited
+        on_disk, before = (Counter(row.split for row in rows) for rows in (self.rows, self.inherited))
         self.report = Report(True, ledger.run, ledger.attempt, {}, dict(ledger.nonfinite), self.gaps)
         for split, emitted in ledger.emitted.items():
             want = expected.get(split)
-            self.report.splits[split] = {"expected": want, "emitted": emitted, "on_disk": on_disk[split]}
+            self.report.splits[split] = {
+                "expected": want, "emitted": emitted, "on_disk": on_disk[split], "inherited": before[split],
+            }  # fmt: skip
             if want is not None and want != emitted:
                 self.gaps.append(f"{split}: {want} rows expected, {emitted} emitted")
             if on_disk[split] != emitted:
@@ -52,21 +57,30 @@ class Reconciler:
 
     def compare(self, mirror: Guarded) -> None:
         """Holds a closed mirror's rows against the ledger's."""
-        held = mirror.held()
-        want = Held((row.split, row.step, len(row.values)) for row in self.rows)
+        held, gaps = mirror_gaps(mirror, [*self.inherited, *self.rows])
+        self.gaps += gaps
         for split, counts in self.report.splits.items():
             counts[mirror.name] = sum(n for (held_split, _, _), n in held.items() if held_split == split)
-        for split, steps in _by_split(want - held).items():
-            self.gaps.append(f"{mirror.name}: {len(steps)} {split} rows missing or incomplete at {_shown(steps)}")
-        for split, steps in _by_split(held - want).items():
-            self.gaps.append(f"{mirror.name}: {len(steps)} {split} rows that the ledger lacks at {_shown(steps)}")
-        if mirror.failures:
-            self.gaps.append(f"{mirror.name}: {len(mirror.failures)} calls failed, first {mirror.failures[0]}")
 
     def finish(self, run_dir: Path) -> Report:
         self.report.ok = not self.gaps
         self.report.write(run_dir)
         return self.report
+
+
+def mirror_gaps(mirror: Guarded, rows: Sequence[Row]) -> tuple[Held, list[str]]:
+    """What a closed mirror holds, and where that differs from the rows that it should hold."""
+    held = mirror.held()
+    want = Held((row.split, row.step, len(row.values)) for row in rows)
+    told = {"missing or incomplete": want - held, "that the ledger lacks": held - want}
+    gaps = [
+        f"{mirror.name}: {len(steps)} {split} rows {what} at {_shown(steps)}"
+        for what, differing in told.items()
+        for split, steps in _by_split(differing).items()
+    ]
+    if mirror.failures:
+        gaps.append(f"{mirror.name}: {len(mirror.failures)} calls failed, first {mirror.failures[0]}")
+    return held, gaps
 
 
 def metrics_lost(report: Report, run_dir: Path) -> MetricsLost:

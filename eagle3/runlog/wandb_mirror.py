@@ -1,50 +1,36 @@
 """The W&B mirror. Imported only where W&B is asked for: `tracking=local` needs neither the package nor its start-up."""
 
-import enum
-import logging
-import math
 import netrc
 import os
 import secrets
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
 from urllib.parse import urlparse
 
 import httpx
 import wandb
 
 from eagle3.runlog.ledger import Row
-from eagle3.runlog.mirrors import Held, writable_dir
+from eagle3.runlog.mirrors import Held, Mirror, writable_dir
+from eagle3.runlog.shown import Shown
 from eagle3.runlog.wandb_log import read_wandb
-
-log = logging.getLogger(__name__)
 
 EXIT_RECORD_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 600.0
+OURS = ("step", "attempt")
+"""Beside the metrics of a row: what its charts stand on, and which attempt logged it."""
 
 
-class WandbMirror:
+class WandbMirror(Mirror):
     """One W&B run, held by its own handle: two jobs of a sweep in one process are two finished runs.
 
     Rows carry our step as a value, never as `step=`, which W&B drops when it falls (wandb issues 9449, 5913).
     """
 
     name = "wandb"
+    patience_s = FINISH_TIMEOUT_S + EXIT_RECORD_TIMEOUT_S
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        mode: Literal["offline", "online"],
-        project: str,
-        entity: str | None,
-        group: str,
-        name: str,
-        job_type: str,
-        tags: Sequence[str],
-        config: Mapping[str, object],
-    ) -> None:
+    def __init__(self, directory: Path, shown: Shown) -> None:
+        assert shown.mode != "local"
         settings = wandb.Settings(
             silent=True, console="off", finish_timeout=FINISH_TIMEOUT_S, finish_timeout_raises=True
         )
@@ -52,20 +38,22 @@ class WandbMirror:
             self.run = wandb.init(
                 id=secrets.token_hex(4),  # said here, or WANDB_RUN_ID would make one run of a whole sweep
                 reinit="create_new",
-                mode=mode,
+                mode=shown.mode,
                 dir=str(writable_dir(directory)),
-                project=project,
-                entity=entity,
-                group=group,
-                name=name,
-                job_type=job_type,
-                tags=list(tags),
-                config=plain(config),
+                project=shown.project,
+                entity=shown.entity,
+                group=shown.group,
+                name=shown.name,
+                job_type=shown.job_type,
+                tags=shown.tags,
+                config=dict(shown.config),
                 settings=settings,
             )
         except wandb.Error as err:
-            raise ValueError(f"W&B cannot start in mode {mode}: {err}; tracking=offline needs no network") from err
-        self.offline = mode == "offline"
+            raise ValueError(
+                f"W&B cannot start in mode {shown.mode}: {err}; tracking=offline needs no network"
+            ) from err
+        self.offline = shown.mode == "offline"
         self.log_file = Path(self.run.settings.sync_file).absolute()
         if not self.log_file.is_relative_to(directory.absolute()):
             self.run.finish(exit_code=1)
@@ -80,7 +68,13 @@ class WandbMirror:
         return self.run.url
 
     def emit(self, row: Row) -> None:
-        self.run.log({"step": row.step, **row.flat()})
+        self.run.log({"step": row.step, "attempt": row.attempt, **row.flat()})
+
+    def attach(self, kind: str, path: Path) -> None:
+        """Uploads a directory as an artifact; of an offline run `wandb sync` does, so it must stay where it is."""
+        artifact = wandb.Artifact(f"{path.name}-{self.run.id}", type=kind)
+        artifact.add_dir(str(path.resolve()), policy="immutable")  # or a second copy would be kept under $HOME
+        self.run.log_artifact(artifact)
 
     def close(self, ok: bool) -> None:
         self.run.finish(exit_code=0 if ok else 1)
@@ -91,7 +85,7 @@ class WandbMirror:
             raise RuntimeError(f"{self.log_file} has no exit record after {EXIT_RECORD_TIMEOUT_S:.0f} s")
         held = Held()
         for row in history.rows:
-            names = [name for name in row if name != "step"]
+            names = [name for name in row if name not in OURS]
             held[names[0].split("/", 1)[0] if names else "", int(row["step"]), len(names)] += 1
         return held
 
@@ -114,22 +108,3 @@ def _netrc_has(host: str) -> bool:
         return path.exists() and netrc.netrc(path).authenticators(host) is not None
     except netrc.NetrcParseError as err:
         raise ValueError(f"{path} cannot be read: {err}") from err
-
-
-def plain(value: Any, key: str = "config") -> Any:
-    """Nested dicts, lists and scalars only: W&B shows anything else as one blob of text, or refuses it."""
-    if isinstance(value, enum.Enum):
-        return plain(value.value, key)
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {str(k): plain(v, f"{key}.{k}") for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        items = value if isinstance(value, list | tuple) else sorted(value, key=str)
-        return [plain(item, f"{key}[{i}]") for i, item in enumerate(items)]
-    log.warning("%s is a %s; W&B gets its text", key, type(value).__name__)
-    return str(value)
