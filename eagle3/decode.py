@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from eagle3.drafter import Eagle3Drafter
+from eagle3.step import angles_at, embedding_halves, finish, heads_of, matrices_of, normed_state, values_of
 from extract.verifier import decoder_layers, text_backbone
 
 
@@ -112,6 +113,7 @@ class DraftCache:
 
     def __init__(self, drafter: Eagle3Drafter, capacity: int):
         self.drafter, self.rows = drafter, 0
+        self._matrices = matrices_of(drafter)
         shape = drafter.shape
         size = (shape.num_kv_heads, capacity, shape.head_dim)
         device = drafter.lm_head.weight.device
@@ -135,17 +137,22 @@ class DraftCache:
             if k > 0:
                 e = drafter.embed(torch.tensor(drafts[-1:], device=h.device))
                 self._write(self.rows + k - 1, e, h, position)
-            query = drafter.rotate(drafter.query(e, h), position)
-            state = drafter.finish(h, self._attend(query, self.rows + k))
+            state = finish(drafter, h, self._attend(self._query(e, h, position), self.rows + k), self._matrices)
             choice = drafter.lm_head(drafter.norm(state)).argmax(-1)
             drafts.append(int(drafter.target_ids(choice)))
             h, position = drafter.feed(state), position + 1
         return drafts
 
+    def _query(self, e: Tensor, h: Tensor, position: Tensor) -> Float[Tensor, "1 heads hd"]:
+        half, own = embedding_halves(e, self._matrices), self._matrices.state
+        angles = angles_at(self.drafter, position)
+        return heads_of(self.drafter, normed_state(self.drafter, h), half.query, own.query, angles)
+
     def _write(self, at: int, e: Tensor, h: Tensor, position: Tensor) -> None:
-        key, value = self.drafter.key_value(e, h)
-        self._keys[:, at : at + len(h)] = self.drafter.rotate(key, position).transpose(0, 1)
-        self._values[:, at : at + len(h)] = value.transpose(0, 1)
+        half, own, x = embedding_halves(e, self._matrices), self._matrices.state, normed_state(self.drafter, h)
+        key = heads_of(self.drafter, x, half.key, own.key, angles_at(self.drafter, position))
+        self._keys[:, at : at + len(h)] = key.transpose(0, 1)
+        self._values[:, at : at + len(h)] = values_of(self.drafter, x, half.value, own.value).transpose(0, 1)
 
     def _attend(self, query: Float[Tensor, "1 heads hd"], filled: int) -> Float[Tensor, "1 width"]:
         keys, values = self._keys[:, :filled], self._values[:, :filled]

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from eagle3.precision import compute_dtype
 from eagle3.vocab import DraftVocab
 
 
@@ -65,9 +66,6 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n H"]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
 
 class Midlayer(nn.Module):
     def __init__(self, shape: DrafterShape):
@@ -81,7 +79,7 @@ class Midlayer(nn.Module):
 
 
 class Eagle3Drafter(nn.Module):
-    """Parameters and the pieces of one step; `eagle3.ttt` unrolls them for training, `eagle3.decode` for decoding."""
+    """Parameters, and what comes before and after the layer; `eagle3.step` is the layer itself."""
 
     d2t: Tensor
     t2d: Tensor
@@ -111,42 +109,15 @@ class Eagle3Drafter(nn.Module):
 
     def fuse(self, aux: Float[Tensor, "*n AH"]) -> Float[Tensor, "*n H"]:
         """h0: the captured layers, each normed first if `fc_norm`, brought to one hidden state."""
-        aux = aux.to(self.fc.weight.dtype)
         if self.shape.fc_norm:
-            layers = aux.chunk(len(self.fc_norm), dim=-1)
+            layers = aux.to(self.fc.weight.dtype).chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([norm(x) for norm, x in zip(self.fc_norm, layers, strict=True)], dim=-1)
         # The residual stream stays in the weights' precision; under autocast only matrix products are narrower.
-        return self.fc(aux).to(self.fc.weight.dtype)
+        return self.fc(aux.to(compute_dtype(self.fc.weight))).to(self.fc.weight.dtype)
 
     def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
         """The embedding half of the attention's input. It depends on the token alone, never on the step."""
         return self.midlayer.input_layernorm(F.embedding(tokens, self.embedding).to(self.fc.weight.dtype))
-
-    def query(self, e: Float[Tensor, "n H"], h: Float[Tensor, "n H"]) -> Float[Tensor, "n heads hd"]:
-        """Unrotated queries of rows with normed embedding `e` and un-normed state `h`."""
-        both = torch.cat([e, self.midlayer.hidden_norm(h)], dim=-1)
-        return self.midlayer.self_attn.q_proj(both).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
-
-    def key_value(
-        self, e: Float[Tensor, "n H"], h: Float[Tensor, "n H"]
-    ) -> tuple[Float[Tensor, "n kv hd"], Float[Tensor, "n kv hd"]]:
-        """Unrotated keys, and values."""
-        both = torch.cat([e, self.midlayer.hidden_norm(h)], dim=-1)
-        heads = (self.shape.num_kv_heads, self.shape.head_dim)
-        attention = self.midlayer.self_attn
-        return attention.k_proj(both).unflatten(-1, heads), attention.v_proj(both).unflatten(-1, heads)
-
-    def rotate(self, x: Float[Tensor, "n heads hd"], position: Int[Tensor, "n"]) -> Float[Tensor, "n heads hd"]:
-        """RoPE at absolute positions, computed in float32 at least."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        cos, sin = self.rotary(wide, position[None])
-        cos, sin = cos[0, :, None], sin[0, :, None]
-        return (wide * cos + rotate_half(wide) * sin).to(x.dtype)
-
-    def finish(self, h: Float[Tensor, "n H"], attended: Float[Tensor, "n width"]) -> Float[Tensor, "n H"]:
-        """The rest of the layer after attention: output projection, residual on the un-normed state, MLP."""
-        h = h + self.midlayer.self_attn.o_proj(attended)
-        return h + self.midlayer.mlp(self.midlayer.post_attention_layernorm(h))
 
     def feed(self, h: Float[Tensor, "*n H"]) -> Float[Tensor, "*n H"]:
         """What the next step is fed."""

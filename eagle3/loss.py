@@ -8,6 +8,7 @@ forward keeps d loss/d hidden and d loss/d head, backward only scales them.
 Legend: P pairs (k, r) in the active sets, K steps, R rows, N tokens, H hidden, D draft vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle3.precision import at_least_float32, compiled_on_gpu, compute_dtype
 from eagle3.row_losses import LOSSES, RowLoss
+from eagle3.take import take_steps
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,20 @@ def head_and_loss(
     weight: Float[Tensor, "K R"],
     *,
     loss: str = "soft_ce",
-    chunk_pairs: int = 2048,
+    chunk_pairs: int = 4096,
 ) -> HeadOutput:
     """Loss, drafts and acceptance of the active pairs.
 
     `normed` are states after the drafter's final norm; `index` says at which token the teacher of a pair speaks;
     `weight` is decay^k/|M_k| on supervised pairs and 0 elsewhere. `loss.backward()` reaches `normed` and `lm_head`.
     """
+    dtype = compute_dtype(normed)
     step, row = active.nonzero(as_tuple=True)
     order = index[step, row].argsort(stable=True)
     step, row = step[order], row[order]
+    (student,) = take_steps(normed.flatten(0, 1).to(dtype), (step * active.shape[1] + row)[None])
     total, row_loss, draft, alpha = _ChunkedHead.apply(
-        normed[step, row], lm_head, teacher, index[step, row], weight[step, row], LOSSES[loss], chunk_pairs
+        student, lm_head, teacher, index[step, row], weight[step, row], LOSSES[loss], chunk_pairs
     )
     shape = active.shape
     return HeadOutput(
@@ -90,26 +95,26 @@ class _ChunkedHead(torch.autograd.Function):
         chunk_pairs: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wants_gradient = any(ctx.needs_input_grad[:2])
-        head = lm_head.to(_compute_dtype(hidden))
+        head = lm_head.to(hidden.dtype)
         teacher_head = teacher.head.to(head.dtype)
-        total = _at_least_float32(hidden.new_zeros(()))
+        positions, speaker = speaks_at.unique_consecutive(return_inverse=True)
+        total = at_least_float32(hidden.new_zeros(()))
         grad_hidden = torch.empty_like(hidden) if wants_gradient else None
         grad_head = torch.zeros_like(lm_head) if wants_gradient else None
         losses, drafts, alphas = [], [], []
-        for begin in range(0, len(hidden), chunk_pairs):
-            chunk = slice(begin, begin + chunk_pairs)
-            student_in = hidden[chunk].to(head.dtype)
-            logits = _at_least_float32(student_in @ head.T)
-            in_draft, mass = _teacher_probabilities(teacher, teacher_head, speaks_at[chunk])
-            row_loss, gradient = row_loss_of(logits, in_draft, mass, weight[chunk])
+        for chunk, speakers in _chunks(speaker, chunk_pairs):
+            spoken = teacher.last[positions[speakers]].to(head.dtype) @ teacher_head.T
+            row_loss, gradient, draft, alpha = _judged(
+                hidden[chunk] @ head.T, spoken, speaker[chunk] - speakers.start, teacher.lse[positions[speakers]],
+                weight[chunk], row_loss_of,
+            )  # fmt: skip
             total += (row_loss * weight[chunk]).sum()
             losses.append(row_loss)
-            drafts.append(logits.argmax(-1))
-            alphas.append(torch.minimum(in_draft.mul_(mass[:, None]), logits.softmax(-1)).sum(-1))
+            drafts.append(draft)
+            alphas.append(alpha)
             if grad_hidden is not None and grad_head is not None:
-                gradient = gradient.to(head.dtype)
-                grad_hidden[chunk] = gradient @ head
-                grad_head += gradient.T @ student_in
+                torch.mm(gradient, head, out=grad_hidden[chunk])
+                _add_product(grad_head, gradient, hidden[chunk])
         ctx.save_for_backward(grad_hidden, grad_head)
         outputs = tuple(torch.cat(x) if x else weight.new_zeros(0) for x in (losses, drafts, alphas))
         ctx.mark_non_differentiable(*outputs)
@@ -121,21 +126,39 @@ class _ChunkedHead(torch.autograd.Function):
         return grad_hidden * grad_total, grad_head * grad_total, None, None, None, None, None
 
 
-def _teacher_probabilities(
-    teacher: Teacher, head: Float[Tensor, "D H"], speaks_at: Int[Tensor, "P"]
-) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P"]]:
-    """The verifier at each pair: its distribution over the draft vocabulary, and how much of its whole mass that is."""
-    positions, back = speaks_at.unique_consecutive(return_inverse=True)
-    logits = _at_least_float32(teacher.last[positions].to(head.dtype) @ head.T)
-    mass = (logits.logsumexp(-1) - teacher.lse[positions]).exp()
-    return logits.softmax(-1)[back], mass[back]
+def _chunks(speaker: Int[Tensor, "P"], pairs: int) -> Iterator[tuple[slice, slice]]:
+    """Pairs, and the teachers that speak to them: both are in order, so each is a slice."""
+    begins = range(0, len(speaker), pairs)
+    first = speaker[::pairs].tolist()  # the one wait for the device
+    last = speaker[[min(begin + pairs, len(speaker)) - 1 for begin in begins]].tolist()
+    for begin, low, high in zip(begins, first, last, strict=True):
+        yield slice(begin, min(begin + pairs, len(speaker))), slice(low, high + 1)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+@compiled_on_gpu
+def _judged(
+    logits: Float[Tensor, "P D"],
+    spoken: Float[Tensor, "U D"],
+    speaker: Int[Tensor, "P"],
+    lse: Float[Tensor, "U"],
+    weight: Float[Tensor, "P"],
+    row_loss_of: RowLoss,
+) -> tuple[Float[Tensor, "P"], Float[Tensor, "P D"], Int[Tensor, "P"], Float[Tensor, "P"]]:
+    """Loss, weight times its gradient, draft and alpha of each pair; `spoken` are U teachers' logits."""
+    student, teacher = at_least_float32(logits), at_least_float32(spoken)
+    within = teacher.logsumexp(-1)
+    mass = (within - lse).exp()[speaker]
+    in_draft = (teacher[speaker] - within[speaker, None]).exp()
+    row_loss, gradient = row_loss_of(student, in_draft, mass, weight)
+    # As the losses write it, so that the compiler sees one logsumexp and not two.
+    q = (student - student.logsumexp(-1)[:, None]).exp()
+    alpha = torch.minimum(in_draft * mass[:, None], q).sum(-1)
+    return row_loss, gradient.to(logits.dtype), logits.argmax(-1), alpha
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype of matrix products: autocast's where it is on, otherwise the tensor's own."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+def _add_product(total: Float[Tensor, "D H"], a: Float[Tensor, "P D"], b: Float[Tensor, "P H"]) -> None:
+    """total += a.T @ b, summed in `total`'s own dtype where the device can."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a.T @ b

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from eagle3.drafter import Eagle3Drafter
 from eagle3.loss import HeadOutput, Teacher, head_and_loss
 from eagle3.metrics import SUMS, replay, response_starts, right_steps, step_sums
+from eagle3.precision import compute_dtype
 from eagle3.schedule import lr_at
+from eagle3.step import final_norm
 from eagle3.supervision import Supervision, supervise
 from eagle3.ttt import add_noise, unroll
 
@@ -88,7 +90,7 @@ class DrafterModule(pl.LightningModule):
             batch["document"], plan.rows, plan.index,
         )  # fmt: skip
         out = head_and_loss(
-            self.drafter.norm(states), self.drafter.lm_head.weight,
+            torch.stack([final_norm(self.drafter, state) for state in states]), self.drafter.lm_head.weight,
             Teacher(batch["last"].flatten(0, 1), batch["lse"].flatten(), self.teacher_head),
             plan.index, plan.active, self._weights(plan, batch["supervised_total"]), loss=self.recipe.loss,
         )  # fmt: skip
@@ -103,7 +105,8 @@ class DrafterModule(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         self.step = batch["step"]
         seeds = [_noise_seed(self.recipe.seed, batch["step"], row) for row in batch["rows"].tolist()]
-        plan, out = self(batch, add_noise(batch["aux"], self.recipe.noise_std, seeds))
+        dtype = compute_dtype(self.drafter.fc.weight)
+        plan, out = self(batch, add_noise(batch["aux"], self.recipe.noise_std, seeds, dtype))
         self.train_sums += step_sums(out, self.drafter.target_ids(out.draft), plan)
         # Lightning divides by the number of micro-batches and DDP by that of processes; this loss is a sum over both.
         return out.loss * self.recipe.micro_batches * self.trainer.world_size

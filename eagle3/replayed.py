@@ -87,7 +87,7 @@ def drafts_of(
     document = torch.zeros_like(text.input_ids)[None]
     position = torch.arange(len(text.input_ids), device=text.aux.device)
     aux = text.aux if aux is None else aux
-    states = ttt.unroll(drafter, aux, text.input_ids, position, document, plan.rows, plan.index)
+    states = torch.stack(ttt.unroll(drafter, aux, text.input_ids, position, document, plan.rows, plan.index))
     tokens, leads = [], []
     for chunk in states.flatten(0, 1).split(PAIRS_AT_ONCE):
         logits = drafter.lm_head(drafter.norm(chunk))

@@ -9,41 +9,24 @@ Legend: B packed rows of T tokens, N = B*T, R active rows, K steps, A*H captured
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle3.attention import merge, sight_of
 from eagle3.drafter import Eagle3Drafter
-
-
-@dataclass(frozen=True)
-class Context:
-    """Where the active rows of a batch sit, for attention: computed once and the same for every step."""
-
-    packed_row: Int[Tensor, "R"]
-    """Which packed row b an active row lies in."""
-    slot: Int[Tensor, "R"]
-    """Its place among the active rows of that packed row."""
-    visible: Bool[Tensor, "B S T"]
-    """Step-0 keys that slot s of packed row b may attend to. Empty slots see key 0, so that softmax stays finite."""
-
-
-def context(rows: Int[Tensor, "R"], document: Int[Tensor, "B T"]) -> Context:
-    """Document-causal visibility of step-0 keys for the active rows (flat, ascending indices)."""
-    batch, tokens = document.shape
-    packed_row, column = rows // tokens, rows % tokens
-    per_row = torch.bincount(packed_row, minlength=batch)
-    first = per_row.cumsum(0) - per_row
-    slot = torch.arange(len(rows), device=rows.device) - first[packed_row]
-    slots = int(per_row.max()) if len(rows) else 0
-    visible = torch.zeros(batch, slots, tokens, dtype=torch.bool, device=rows.device)
-    visible[:, :, 0] = True
-    same = document[packed_row] == document[packed_row, column][:, None]
-    causal = torch.arange(tokens, device=rows.device) <= column[:, None]
-    visible[packed_row, slot] = same & causal
-    return Context(packed_row, slot, visible)
+from eagle3.step import (
+    Halves,
+    angles_at,
+    embedding_halves,
+    finish,
+    heads_of,
+    matrices_of,
+    normed_state,
+    values_of,
+)
+from eagle3.take import take_steps
 
 
 def unroll(
@@ -54,80 +37,53 @@ def unroll(
     document: Int[Tensor, "B T"],
     rows: Int[Tensor, "R"],
     index: Int[Tensor, "K R"],
-) -> Float[Tensor, "K R H"]:
+) -> list[Float[Tensor, "R H"]]:
     """The drafter's state after each of K steps on the active rows, before the final norm.
 
     `index[k]` says which token of `tokens` each active row reads at step k. At step 0 every row r reads token r+1.
     """
-    where = context(rows, document)
+    sight, matrices = sight_of(rows, document), matrices_of(drafter)
+    own = matrices.state
     h0 = drafter.fuse(aux)
-    e = drafter.embed(tokens)
-    # Step-0 keys of all rows. The last row of a document reads a foreign token, but no active row ever sees its key.
-    key0, value0 = drafter.key_value(e.roll(-1, 0), h0)
-    key0 = drafter.rotate(key0, position)
-    batch = document.shape[0]
-    key0, value0 = (x.unflatten(0, (batch, -1)) for x in (key0, value0))
+    # Row r holds token r+1, which step 0 reads. The last row of a document holds a foreign one, but no active row ever
+    # sees its key.
+    half = embedding_halves(drafter.embed(tokens.roll(-1)), matrices)
+    x0 = normed_state(drafter, h0)
+    key0 = heads_of(drafter, x0, half.key, own.key, angles_at(drafter, position))
+    value0 = values_of(drafter, x0, half.value, own.value)
 
-    h, states = h0[rows], []
+    (h,), (x,), states = take_steps(h0, rows[None]), take_steps(x0, rows[None]), []
+    read = Halves(*(take_steps(of_all, (index - 1) % len(tokens)) for of_all in half))
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
-    for k, reads in enumerate(index):
-        e_k, here = e[reads], position[rows] + k
-        query = drafter.rotate(drafter.query(e_k, h), here)
+    for k in range(len(index)):
+        angles = angles_at(drafter, position[rows] + k)
         if k > 0:
-            key, value = drafter.key_value(e_k, h)
-            own_keys.append(drafter.rotate(key, here))
-            own_values.append(value)
-        attended = attend(query, key0, value0, own_keys, own_values, where)
-        state = drafter.finish(h, attended)
+            x = normed_state(drafter, h)
+            own_keys.append(heads_of(drafter, x, read.key[k], own.key, angles))
+            own_values.append(values_of(drafter, x, read.value[k], own.value))
+        query = heads_of(drafter, x, read.query[k], own.query, angles)
+        shared, lse = sight.attend(query, key0, value0)
+        attended = merge(shared, lse, query, own_keys, own_values) if own_keys else shared.flatten(1)
+        state = finish(drafter, h, attended, matrices)
         states.append(state)
         h = drafter.feed(state)
-    return torch.stack(states)
+    return states
 
 
-def attend(
-    query: Float[Tensor, "R heads hd"],
-    key0: Float[Tensor, "B T kv hd"],
-    value0: Float[Tensor, "B T kv hd"],
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
-    where: Context,
-) -> Float[Tensor, "R width"]:
-    """One softmax over the visible step-0 keys and the row's own keys of earlier steps, [R, kv, hd] each."""
-    rows, heads, head_dim = query.shape
-    kv_heads = key0.shape[2]
-    query = query.unflatten(1, (kv_heads, heads // kv_heads)) * head_dim**-0.5
-    batch, slots, _ = where.visible.shape
-
-    padded = query.new_zeros(batch, slots, *query.shape[1:])
-    padded[where.packed_row, where.slot] = query
-    scores = torch.einsum("bsgmd,btgd->bgmst", padded, key0.to(query.dtype))
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    scores = scores.masked_fill(~where.visible[:, None, None], float("-inf"))
-    scores = scores.permute(0, 3, 1, 2, 4)[where.packed_row, where.slot]  # R kv group T
-    own = [torch.einsum("rgmd,rgd->rgm", query, key.to(query.dtype)).to(scores.dtype) for key in own_keys]
-    weights = torch.cat([scores, *(score[..., None] for score in own)], dim=-1).softmax(dim=-1)
-
-    tokens = value0.shape[1]
-    shared = weights.new_zeros(batch, slots, *weights.shape[1:3], tokens)
-    shared[where.packed_row, where.slot] = weights[..., :tokens]
-    mixed = torch.einsum("bsgmt,btgd->bsgmd", shared.to(value0.dtype), value0)[where.packed_row, where.slot]
-    for i, value in enumerate(own_values):
-        mixed = mixed + weights[..., tokens + i, None].to(value.dtype) * value[:, :, None]
-    return mixed.reshape(rows, heads * head_dim)
-
-
-def add_noise(aux: Float[Tensor, "B T AH"], std: float, seeds: Sequence[int]) -> Float[Tensor, "B T AH"]:
-    """Uniform noise in (-std, std), added in float32 before any cast. `std` 0 draws no random numbers.
+def add_noise(
+    aux: Float[Tensor, "B T AH"], std: float, seeds: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "B T AH"]:
+    """Uniform noise in (-std, std), added in float32 before the cast to `dtype`. `std` 0 draws no random numbers.
 
     Every packed row has a seed of its own, so that a row gets the same noise on any rank, in any micro-batch and
     after any resume.
     """
     if std == 0.0:
         return aux
-    noisy = aux.to(torch.float32, copy=True)
-    for row, seed in zip(noisy, seeds, strict=True):
+    noisy = torch.empty_like(aux, dtype=dtype)
+    for row, out, seed in zip(aux, noisy, seeds, strict=True):
         generator = torch.Generator(aux.device).manual_seed(seed)
         noise = torch.rand(row.shape, generator=generator, device=aux.device)
-        row += (2.0 * noise - 1.0) * std
+        out.copy_(noise.mul_(2.0 * std).sub_(std).add_(row))
     return noisy

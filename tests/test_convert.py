@@ -104,7 +104,7 @@ def parity_outputs(drafter):
     index = rows + 1 + torch.arange(3)[:, None]
     zeros = torch.zeros(1, 8, dtype=torch.long)
     with torch.inference_mode():
-        states = parity.ttt.unroll(drafter, aux, tokens, torch.arange(8), zeros, rows, index)
+        states = torch.stack(parity.ttt.unroll(drafter, aux, tokens, torch.arange(8), zeros, rows, index))
         return drafter.lm_head(drafter.norm(states)), tokens.tolist(), aux
 
 

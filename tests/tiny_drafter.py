@@ -87,7 +87,7 @@ def trained_drafter(
             plan = text.plan(drafter, ttt_steps)
             document = torch.zeros_like(text.input_ids)[None]
             position = torch.arange(len(text.input_ids))
-            states = unroll(drafter, text.aux, text.input_ids, position, document, plan.rows, plan.index)
+            states = torch.stack(unroll(drafter, text.aux, text.input_ids, position, document, plan.rows, plan.index))
             logits = drafter.lm_head(drafter.norm(states))[plan.active]
             draft_ids = drafter.t2d.cumsum(0)[plan.target[plan.active]] - 1
             loss = loss + torch.nn.functional.cross_entropy(logits, draft_ids)

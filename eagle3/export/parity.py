@@ -61,5 +61,5 @@ def _outputs(shape: DrafterShape, load: Loader) -> tuple[Float[Tensor, "K R D"],
     states = ttt.unroll(
         drafter, aux, tokens, torch.arange(TOKENS), torch.zeros(1, TOKENS, dtype=torch.long), rows, index
     )
-    logits = drafter.lm_head(drafter.norm(states))
+    logits = drafter.lm_head(drafter.norm(torch.stack(states)))
     return logits, drafter.target_ids(logits.argmax(-1))

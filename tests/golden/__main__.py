@@ -36,7 +36,7 @@ def training_classes(fixture: Fixture) -> Outcome:
     padded = [torch.cat([x[0].float(), x[0, :1].float()]) for x in (b["hidden_states"], b["position_ids"])]
     at = fixture.at.clamp(max=slots - 1)
     index = torch.where(fixture.at < slots, fixture.at + 1, 0)
-    states = unroll(drafter, padded[0], tokens, padded[1].long(), document, torch.arange(slots), index)
+    states = torch.stack(unroll(drafter, padded[0], tokens, padded[1].long(), document, torch.arange(slots), index))
     teacher = Teacher(fixture.last, torch.zeros(slots), fixture.weights["verifier_lm_head.weight"])
     out = head_and_loss(
         drafter.norm(states), drafter.lm_head.weight, teacher, at, fixture.at < slots, fixture.weight.float()
