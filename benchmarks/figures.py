@@ -80,8 +80,8 @@ def training_step() -> str:
         lines.append(f"| {told} | {ours['tokens_per_s']:,.0f} | {peer['tokens_per_s']:,.0f} | {ratio:.2f} | "
                      f"{ours['share_of_matrix_rate']:.0%} |")  # fmt: skip
     return "\n".join(lines) + (
-        f"\n\nOne {result['device']}, 4 rows of 2,048 tokens, both in one run; the share counts only the products that a "
-        f"step needs. `{result['command']}`."
+        f"\n\nOne {result['device']}, 4 rows of 2,048 tokens, both in one run; the share counts only products that "
+        f"a step needs. `{result['command']}`."
     )
 
 
