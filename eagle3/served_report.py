@@ -72,9 +72,9 @@ class ServedReport:
         rows = [("acceptance length", f"{pooled.accept_len} (pooled, 95 % over prompts)")]
         for name, counts in self.counts.items():
             by_position = " ".join(f"{rate:.3f}" for rate in counts.rates)
-            told = f"{counts.length:.3f}  positions {by_position}  ({counts.verifications} verifications)"
+            told = f"{counts.length:.3f}: {by_position} of {counts.verifications:,} verifications"
             rows.append((f"  counted: {name}", told))
-        rows.append(("  its raw counters", f"{self.raw.length:.3f}, with drafts past the end of a response"))
+        rows.append(("  its raw counters", f"{self.raw.length:.3f}, with drafts past a response's end"))
         rows.append(("text with drafter", self._text()))
         faster = f"x{pooled.speed_up:.2f}" if pooled.speed_up is not None else "not timed"
         rows.append(
