@@ -101,8 +101,8 @@ def test_a_fault_in_decoding_is_named_with_prompt_and_row(model, drafter, monkey
         def __getattr__(self, name):
             return getattr(self._drafter, name)
 
-        def rotate(self, x, position):
-            return self._drafter.rotate(x, position * 3)
+        def rotary(self, x, position):
+            return self._drafter.rotary(x, position * 3)
 
     monkeypatch.setattr(DraftCache, "draft", faulty)
     with pytest.raises(ReplayDiffers, match=r"prompt p\d, row \d+, step \d: decoding drafted token"):
