@@ -36,7 +36,7 @@ class Sight(Protocol):
 def sight_of(rows: Int[Tensor, "R"], document: Int[Tensor, "B T"]) -> Sight:
     """Row r (flat, ascending) sees the tokens from the beginning of its document up to itself."""
     first = document_starts(document)[rows]
-    if rows.is_cuda:
+    if rows.is_cuda and len(rows):
         return BlockSight(first, rows, _block_mask(first, rows, document.numel()))
     return dense_sight(first, rows, document.shape)
 

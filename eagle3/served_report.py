@@ -106,6 +106,11 @@ class ServedReport:
             return ""
         engine = next(iter(self.counts.values()))
         best = min(s.distance(engine) for s in self.suspects)
+        replayed = list(self.counts.values())[-1]
+        if best >= max(abs(a - b) for a, b in zip(engine.rates, replayed.rates, strict=True)):
+            return (
+                "\n  none of the faults that were tried comes nearer to the engine's counts than the drafter as it is"
+            )
         nearest = [s for s in self.suspects if s.distance(engine) == best]
         causes = "; ".join(f"{s.cause} gives {s.counts.length:.3f}, look at {s.look_at}" for s in nearest)
         return f"\n  nearest to the engine's counts: {causes}"

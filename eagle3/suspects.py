@@ -70,7 +70,8 @@ def _faults(drafter: Eagle3Drafter, num_layers: int) -> Iterator[tuple[str, str,
         ones = {f"{name}.weight": torch.ones_like(drafter.get_parameter(f"{name}.weight"))}
         yield f"norms: {name} not read", f"{name}.weight and its name", altered(drafter, ones), layers
     other = replace(shape, norm_output=not shape.norm_output)
-    yield "norms: next step fed post-norm for pre-norm", "norm_output", altered(drafter, {}, other), layers
+    fed = "pre-norm for post-norm" if shape.norm_output else "post-norm for pre-norm"
+    yield f"norms: next step fed {fed}", "norm_output", altered(drafter, {}, other), layers
     default = replace(shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     if default != shape:
         yield "RoPE: base 10,000 and no scaling", "rope_theta, rope_scaling", altered(drafter, {}, default), layers

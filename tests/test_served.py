@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from eagle3 import replayed, served
 from eagle3.evaluate import Settings
+from eagle3.gate import Counts
 from eagle3.questions import FixedQuestions, Prompt
 from eagle3.replayed import ReplayDiffers
 from eagle3.report import read_texts
 from eagle3.served_report import GateFailed, make_served_report
-from eagle3.suspects import altered, suspects
+from eagle3.suspects import Suspect, altered, suspects
 from eagle3.truth import Parting, parting, second_look, shortfall_ulps
 
 SETTINGS = Settings(drafts=3, max_new_tokens=24, end_of_turn_ids=frozenset({9999}), bootstrap=100, seed=0)
@@ -136,6 +137,30 @@ def test_the_gate_bites_and_names_the_cause(model, sensitive, fault):
         report.verdict()
     if fault in FAULTS:
         assert FAULTS[fault] in str(error.value).split("nearest to the engine's counts: ")[1]
+
+
+def test_a_gap_that_no_fault_explains_is_blamed_on_none(model, drafter):
+    class Boasting(PlayedEngine):
+        def complete(self, ids, **limits):
+            answer = super().complete(ids, **limits)
+            if self.drafter is not None:
+                whole = tuple(min(a + 1, 3) for a in answer.accepted)
+                self.seen[len(self.seen) - len(whole) :] = whole
+                answer = replace(answer, accepted=whole)
+            return answer
+
+    @contextmanager
+    def start(with_drafter):
+        yield Boasting(model, drafter if with_drafter else None, 3)
+
+    answers = ask(start)
+    judged = served.judge(model, drafter, answers.prompts, SETTINGS)
+    as_it_is = Suspect("a fault that changes nothing", "nowhere", Counts(35, (28, 18, 15)))
+    report = make_served_report(
+        "e", judged, answers.raw, drafts=3, resamples=9, seed=0, find_suspects=lambda: [as_it_is]
+    )
+    with pytest.raises(GateFailed, match="none of the faults that were tried comes nearer"):
+        report.verdict()
 
 
 def test_a_text_that_is_not_plain_greedy_fails(model, drafter):

@@ -37,7 +37,7 @@ def export(options: argparse.Namespace) -> int:
     """Writes a drafter directory for one SGLang version and for vLLM; ValueError where that cannot be."""
     place = drafter_of_run(options.source)
     verifier = None if options.verifier is None else read_verifier(options.verifier)
-    out = options.out or place.parent / f"{place.absolute().name}-sglang-{options.sglang}"
+    out = options.out or place.absolute().parent / f"{place.absolute().name}-sglang-{options.sglang}"
     source, family, origin = _read(place, options.capture_layers, verifier)
     serving = serving_of(source.shape, family, options.sglang)
 
@@ -105,9 +105,11 @@ def to_speculators(options: argparse.Namespace) -> int:
     place = drafter_of_run(options.source)
     verifier, origin = read_verifier(options.verifier), read_origin(place)
     shape, tensors = read_tensors(place)
-    drafts = options.drafts or (origin.ttt_steps if origin else None)
+    drafts = options.drafts if options.drafts is not None else (origin.ttt_steps if origin else None)
     if drafts is None:
         raise ValueError(f"{place} does not say how many steps it was trained on; give --drafts")
+    if drafts < 1:
+        raise ValueError(f"--drafts {drafts} drafts nothing; give 1 or more")
     source = Source(OURS, shape, tensors)
     named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     # The format's own loader leaves an absent embedding as memory was.

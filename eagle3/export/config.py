@@ -178,9 +178,13 @@ def shape_of(config: dict[str, Any], file: Path) -> DrafterShape:
         if config.get(key, value) != value or (key == "architectures" and key not in config):
             raise ValueError(f"{file}: {key} is {config.get(key)!r}, a drafter of this program has {value!r}")
     nested = config.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"{file}: eagle_config is {nested!r}, must be an object")
     for key in FOREIGN_FLAGS:
         if config.get(key) or nested.get(key):
             raise ValueError(f"{file}: {key} is set; that network is not this program's and would draft something else")
+    if config.get("partial_rotary_factor", 1) != 1 or "sliding_attention" in (config.get("layer_types") or ()):
+        raise ValueError(f"{file}: partial_rotary_factor or layer_types ask for attention that was not trained")
     if not nested.get("use_aux_hidden_state", True):
         raise ValueError(f"{file}: use_aux_hidden_state is false; that is no EAGLE-3 drafter")
     sizes: dict[str, Any] = {name: _positive(config, key, file) for key, name in SIZES.items()}
@@ -250,15 +254,23 @@ def rope_of(config: dict[str, Any], file: Path) -> dict[str, Any]:
     old, new = _old_rope(config), config.get("rope_parameters")
     if new is None and old is None:
         raise ValueError(f"{file}: names neither rope_parameters nor rope_theta; engines would guess the base")
+    if old is not None:
+        _check_base(old["rope_theta"], file)
     if new is None:
         assert old is not None
         return old
     if "rope_theta" not in new:
         raise ValueError(f"{file}: rope_parameters has no rope_theta: {new}")
+    _check_base(new["rope_theta"], file)
     new = {"rope_type": "default", **new}
     if old is not None and old != new:
         raise ValueError(f"{file}: rope_parameters {new} and rope_theta/rope_scaling {old} contradict each other")
     return new
+
+
+def _check_base(base: Any, file: Path) -> None:
+    if type(base) not in (int, float) or base <= 0:
+        raise ValueError(f"{file}: rope_theta is {base!r}, must be a positive number")
 
 
 def _old_rope(config: dict[str, Any]) -> dict[str, Any] | None:

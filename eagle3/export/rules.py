@@ -83,6 +83,10 @@ def _form(c: Contents, e: Engine) -> Found:
         yield f"hidden_act is {_told(c, 'hidden_act')}, must be 'silu'", "refuse to start"
     if c.config.get("tie_word_embeddings") and e.kind == "sglang":
         yield "tie_word_embeddings is true", "take the verifier's embedding for the head and skip lm_head.weight"
+    if c.config.get("partial_rotary_factor", 1) != 1:
+        yield f"partial_rotary_factor is {_told(c, 'partial_rotary_factor')}", "turn a part of each head alone"
+    if "sliding_attention" in (c.config.get("layer_types") or ()):
+        yield f"layer_types is {_told(c, 'layer_types')}", "see a window of the text alone"
     for key in BIASES:
         if c.config.get(key):
             yield f"{key} is {_told(c, key)}", "look for biases, which this network does not have"
@@ -192,6 +196,9 @@ def _capture_layers(c: Contents, e: Engine) -> list[int] | None:
 def _tensors(c: Contents, e: Engine) -> Found:
     expected = expected_tensors(c, e)
     found = {e.tensor_name(name): (name, *held) for name, held in c.tensors.items() if name not in ("d2t", "t2d")}
+    for name in (name for name in c.tensors if name not in ("d2t", "t2d")):
+        if found[e.tensor_name(name)][0] != name:
+            yield f"{name} and {found[e.tensor_name(name)][0]} are one tensor to it", "keep the one that it reads last"
     for name in sorted(expected.keys() - found.keys()):
         own = "take the verifier's head" if name == "lm_head.weight" and e.kind == "vllm" else e.missing
         yield f"{name} {list(expected[name])} is missing", own
