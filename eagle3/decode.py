@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -127,32 +127,32 @@ class DraftCache:
         """
         drafter, first = self.drafter, self.rows
         h = drafter.fuse(aux)
-        e = drafter.embed(torch.tensor(list(tokens), device=h.device))
+        new = torch.tensor(list(tokens), device=h.device)
         position = torch.arange(first, first + len(h), device=h.device)
-        self._write(first, e, h, position)
         self.rows += len(h)
-        e, h, position = e[-1:], h[-1:], position[-1:]
+        query = self._add(first, new, h, position)
+        h, position = h[-1:], position[-1:]
         drafts: list[int] = []
         for k in range(steps):
             if k > 0:
-                e = drafter.embed(torch.tensor(drafts[-1:], device=h.device))
-                self._write(self.rows + k - 1, e, h, position)
-            state = finish(drafter, h, self._attend(self._query(e, h, position), self.rows + k), self._matrices)
+                query = self._add(self.rows + k - 1, torch.tensor(drafts[-1:], device=h.device), h, position)
+            state = finish(drafter, h, self._attend(query, self.rows + k), self._matrices)
             choice = drafter.lm_head(drafter.norm(state)).argmax(-1)
             drafts.append(int(drafter.target_ids(choice)))
             h, position = drafter.feed(state), position + 1
         return drafts
 
-    def _query(self, e: Tensor, h: Tensor, position: Tensor) -> Float[Tensor, "1 heads hd"]:
-        half, own = embedding_halves(e, self._matrices), self._matrices.state
-        angles = angles_at(self.drafter, position)
-        return heads_of(self.drafter, normed_state(self.drafter, h), half.query, own.query, angles)
-
-    def _write(self, at: int, e: Tensor, h: Tensor, position: Tensor) -> None:
-        half, own, x = embedding_halves(e, self._matrices), self._matrices.state, normed_state(self.drafter, h)
-        key = heads_of(self.drafter, x, half.key, own.key, angles_at(self.drafter, position))
+    def _add(
+        self, at: int, tokens: Int[Tensor, "n"], h: Float[Tensor, "n H"], position: Int[Tensor, "n"]
+    ) -> Float[Tensor, "1 heads hd"]:
+        """Writes keys and values of rows from place `at` on, and gives the query of the last one."""
+        drafter, own = self.drafter, self._matrices.state
+        half, x = embedding_halves(drafter.embed(tokens), self._matrices), normed_state(drafter, h)
+        cos, sin = angles_at(drafter, position)
+        key = heads_of(drafter, x, half.key, own.key, (cos, sin))
         self._keys[:, at : at + len(h)] = key.transpose(0, 1)
-        self._values[:, at : at + len(h)] = values_of(self.drafter, x, half.value, own.value).transpose(0, 1)
+        self._values[:, at : at + len(h)] = values_of(drafter, x, half.value, own.value).transpose(0, 1)
+        return heads_of(drafter, x[-1:], half.query[-1:], own.query, (cos[-1:], sin[-1:]))
 
     def _attend(self, query: Float[Tensor, "1 heads hd"], filled: int) -> Float[Tensor, "1 width"]:
         keys, values = self._keys[:, :filled], self._values[:, :filled]

@@ -128,11 +128,13 @@ class _ChunkedHead(torch.autograd.Function):
 
 def _chunks(speaker: Int[Tensor, "P"], pairs: int) -> Iterator[tuple[slice, slice]]:
     """Pairs, and the teachers that speak to them: both are in order, so each is a slice."""
-    begins = range(0, len(speaker), pairs)
-    first = speaker[::pairs].tolist()  # the one wait for the device
-    last = speaker[[min(begin + pairs, len(speaker)) - 1 for begin in begins]].tolist()
-    for begin, low, high in zip(begins, first, last, strict=True):
-        yield slice(begin, min(begin + pairs, len(speaker))), slice(low, high + 1)
+    chunks = [slice(begin, min(begin + pairs, len(speaker))) for begin in range(0, len(speaker), pairs)]
+    ends = [place for chunk in chunks for place in (chunk.start, chunk.stop - 1)]
+    spoken = speaker[
+        torch.tensor(ends, dtype=torch.long, device=speaker.device)
+    ].tolist()  # the one wait for the device
+    for chunk, low, high in zip(chunks, spoken[::2], spoken[1::2], strict=True):
+        yield chunk, slice(low, high + 1)
 
 
 @compiled_on_gpu

@@ -7,10 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_verifier
 from tiny_drafter import LAYERS, PROMPTS, trained_drafter
 from tiny_store import manifest, samples, write_store
-from transformers import AutoModelForCausalLM
 
 from eagle3 import replayed
 from eagle3.bootstrap import paired_difference
@@ -116,13 +114,6 @@ def test_a_store_without_teacher_is_not_permuted(tmp_path):
     write_store(tmp_path / "store", samples((5, 4)))
     with pytest.raises(ValueError, match="teacher pass has not finished"):
         permuted_store(tmp_path / "store", tmp_path / "permuted", seed=0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.set_num_threads(1)
-    path = tiny_verifier(tmp_path_factory.mktemp("verifier") / "v")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 
 
 def test_a_drafter_beats_controls_that_know_nothing(model):

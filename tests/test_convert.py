@@ -8,7 +8,6 @@ import reference
 import torch
 from drafter_files import config_of, edit_config, edit_tensors
 from safetensors.torch import load_file, save_file
-from tiny import tiny_verifier
 from tiny_drafter import ORIGIN, tiny_drafter
 from transformers import AutoModelForCausalLM
 
@@ -20,17 +19,6 @@ from eagle3.export.directory import load_drafter, save_drafter
 from eagle3.export.verifier import read_verifier
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
-
-
-@pytest.fixture(scope="module")
-def verifier(tmp_path_factory):
-    torch.set_num_threads(1)
-    return tiny_verifier(tmp_path_factory.mktemp("verifier") / "v")
-
-
-@pytest.fixture(scope="module")
-def model(verifier):
-    return AutoModelForCausalLM.from_pretrained(verifier, dtype=torch.float32).eval().requires_grad_(False)
 
 
 @pytest.fixture

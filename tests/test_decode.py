@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_verifier
 from tiny_drafter import LAYERS, PROMPTS, tiny_drafter, trained_drafter
-from transformers import AutoModelForCausalLM
 
 from eagle3 import replayed
 from eagle3.decode import Verifier, _accept, decode
@@ -14,13 +13,6 @@ from eagle3.truth import plain_greedy
 from extract.verifier import decoder_layers
 
 TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.set_num_threads(1)
-    path = tiny_verifier(tmp_path_factory.mktemp("verifier") / "v")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

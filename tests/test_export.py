@@ -7,9 +7,9 @@ import pytest
 import torch
 from drafter_files import config_of, edit_tensors
 from safetensors.torch import load_file, save_file
-from tiny import edit_json, tiny_verifier
+from tiny import edit_json
 from tiny_drafter import LAYERS, ORIGIN, PROMPTS, tiny_drafter
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from eagle3 import replayed
 from eagle3.export.directory import backup_of, load_drafter, read_origin, read_shape, read_vocab, save_drafter
@@ -22,13 +22,6 @@ TENSORS = {
     "midlayer.mlp.down_proj.weight",
 }  # fmt: skip
 """What SGLang and vLLM read; no embedding, which both share from the verifier."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.set_num_threads(1)
-    path = tiny_verifier(tmp_path_factory.mktemp("verifier") / "v")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 
 
 @pytest.fixture

@@ -10,9 +10,7 @@ from drafter_files import config_of, edit_config, edit_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny import tiny_verifier
 from tiny_drafter import ORIGIN, tiny_drafter
-from transformers import AutoModelForCausalLM
 
 from eagle3.build import warn_of_serving
 from eagle3.export.check import check
@@ -23,17 +21,6 @@ from extract.numbering import SGLANG_VERSIONS
 IDS = "eagle_aux_hidden_state_layer_ids"
 NESTED = f"eagle_config.{IDS}"
 BOTH = ("sglang", "vllm")
-
-
-@pytest.fixture(scope="module")
-def verifier(tmp_path_factory):
-    torch.set_num_threads(1)
-    return tiny_verifier(tmp_path_factory.mktemp("verifier") / "v")
-
-
-@pytest.fixture(scope="module")
-def model(verifier):
-    return AutoModelForCausalLM.from_pretrained(verifier, dtype=torch.float32).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

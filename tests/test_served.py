@@ -26,13 +26,6 @@ SETTINGS = Settings(drafts=3, max_new_tokens=24, end_of_turn_ids=frozenset({9999
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.set_num_threads(1)
-    path = tiny_verifier(tmp_path_factory.mktemp("verifier") / "v")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
 def drafter(model):
     return trained_drafter(model)
 

@@ -1,20 +1,11 @@
 """The weights' own word on their network: a config.json that says otherwise is refused, key by key."""
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from tiny import edit_json, tiny_verifier
+from tiny import edit_json
 from tiny_drafter import ORIGIN, tiny_drafter
-from transformers import AutoModelForCausalLM
 
 from eagle3.export.directory import load_drafter, read_shape, read_vocab, save_drafter
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.set_num_threads(1)
-    path = tiny_verifier(tmp_path_factory.mktemp("verifier") / "v")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 
 
 @pytest.fixture

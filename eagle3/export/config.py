@@ -6,6 +6,7 @@ the directory is written for. `capture_layers` says k outright.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -183,8 +184,8 @@ def shape_of(config: dict[str, Any], file: Path) -> DrafterShape:
     for key in FOREIGN_FLAGS:
         if config.get(key) or nested.get(key):
             raise ValueError(f"{file}: {key} is set; that network is not this program's and would draft something else")
-    if config.get("partial_rotary_factor", 1) != 1 or "sliding_attention" in (config.get("layer_types") or ()):
-        raise ValueError(f"{file}: partial_rotary_factor or layer_types ask for attention that was not trained")
+    for key, effect in other_attention(config):
+        raise ValueError(f"{file}: {key} is {config[key]!r}; an engine would {effect}, which was not trained")
     if not nested.get("use_aux_hidden_state", True):
         raise ValueError(f"{file}: use_aux_hidden_state is false; that is no EAGLE-3 drafter")
     sizes: dict[str, Any] = {name: _positive(config, key, file) for key, name in SIZES.items()}
@@ -247,6 +248,14 @@ def _as_sglang_reads(config: dict[str, Any], ids: list[int], file: Path) -> dict
         }
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def other_attention(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, what an engine does of it) for keys that ask for other attention than this network's."""
+    if config.get("partial_rotary_factor", 1) != 1:
+        yield "partial_rotary_factor", "turn a part of each head alone"
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        yield "layer_types", "see a window of the text alone"
 
 
 def rope_of(config: dict[str, Any], file: Path) -> dict[str, Any]:

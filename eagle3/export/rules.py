@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from eagle3.export.config import FLAGS, LAYER_IDS, SINCE, SIZES, rope_of, shape_of
+from eagle3.export.config import FLAGS, LAYER_IDS, SINCE, SIZES, other_attention, rope_of, shape_of
 from eagle3.export.engines import Engine
-from eagle3.export.facts import EMBEDDING, Contents
+from eagle3.export.facts import EMBEDDING, MAPS, Contents
 from eagle3.vocab import DraftVocab
 from extract.numbering import sglang_captures
 
@@ -83,10 +83,8 @@ def _form(c: Contents, e: Engine) -> Found:
         yield f"hidden_act is {_told(c, 'hidden_act')}, must be 'silu'", "refuse to start"
     if c.config.get("tie_word_embeddings") and e.kind == "sglang":
         yield "tie_word_embeddings is true", "take the verifier's embedding for the head and skip lm_head.weight"
-    if c.config.get("partial_rotary_factor", 1) != 1:
-        yield f"partial_rotary_factor is {_told(c, 'partial_rotary_factor')}", "turn a part of each head alone"
-    if "sliding_attention" in (c.config.get("layer_types") or ()):
-        yield f"layer_types is {_told(c, 'layer_types')}", "see a window of the text alone"
+    for key, effect in other_attention(c.config):
+        yield f"{key} is {_told(c, key)}", effect
     for key in BIASES:
         if c.config.get(key):
             yield f"{key} is {_told(c, key)}", "look for biases, which this network does not have"
@@ -132,14 +130,9 @@ def _switches(c: Contents, e: Engine) -> Found:
         if c.nested.get(flag) and not c.config.get(flag):
             yield f"{flag} is set in eagle_config alone", "look for it at the top of config.json and not find it"
     if c.config.get("use_aux_norm"):
-        yield (
-            "use_aux_norm is set; fc_norm is its name in both engines",
-            (
-                "norm the captured layers, and the other not"
-                if e.knows("0.5.12.post1") and e.kind == "sglang"
-                else "drop it"
-            ),
-        )
+        known = e.kind == "sglang" and e.knows("0.5.12.post1")
+        effect = "norm the captured layers, and the other not" if known else "drop it"
+        yield "use_aux_norm is set; fc_norm is its name in both engines", effect
     if c.config.get("norm_before_residual"):
         if e.kind == "sglang":
             yield "norm_before_residual is set", "add the un-normed residual all the same: it has no such switch"
@@ -195,8 +188,9 @@ def _capture_layers(c: Contents, e: Engine) -> list[int] | None:
 
 def _tensors(c: Contents, e: Engine) -> Found:
     expected = expected_tensors(c, e)
-    found = {e.tensor_name(name): (name, *held) for name, held in c.tensors.items() if name not in ("d2t", "t2d")}
-    for name in (name for name in c.tensors if name not in ("d2t", "t2d")):
+    weights = {name: held for name, held in c.tensors.items() if name not in MAPS}
+    found = {e.tensor_name(name): (name, *held) for name, held in weights.items()}
+    for name in weights:
         if found[e.tensor_name(name)][0] != name:
             yield f"{name} and {found[e.tensor_name(name)][0]} are one tensor to it", "keep the one that it reads last"
     for name in sorted(expected.keys() - found.keys()):
