@@ -2,14 +2,15 @@
 # make test        all tests
 # make check       format, lint, types
 # make vllm-env    an environment for vLLM, in which evaluate.py server=vllm judges a drafter
-# Each sets up what it needs by itself, .venv and .venv-vllm, and repeats in seconds.
+# make sglang-env  an environment for SGLang on a CPU, in which the tests of extract.py server=sglang run
+# Each sets up what it needs by itself, .venv, .venv-vllm and .venv-sglang, and repeats in seconds.
 
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-check test check install vllm-env
+.PHONY: demo demo-check test check install vllm-env sglang-env
 
 demo: $(STAMP)
 	$(PY) extract.py
@@ -19,7 +20,7 @@ demo: $(STAMP)
 demo-check: $(STAMP)
 	$(PY) -m benchmarks.demo_check
 
-test: $(STAMP) vllm-env
+test: $(STAMP) vllm-env sglang-env
 	$(PY) -m pytest
 
 check: $(STAMP)
@@ -31,6 +32,9 @@ install: $(STAMP)
 
 vllm-env:
 	@PYTHON=$(PYTHON) constraints/environment.sh vllm
+
+sglang-env:
+	@PYTHON=$(PYTHON) constraints/environment.sh sglang
 
 $(STAMP): pyproject.toml constraints/base.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'

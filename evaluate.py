@@ -32,10 +32,10 @@ COUNTS = frozenset({"prompts", "tokens", "verifications", "text_equal", "text_ti
 
 
 def judge(config: Config, run_dir: Path) -> float | None:
-    engine = config.server.engine
+    if (engine := config.server.engine) not in FIGURES:
+        raise ValueError(f"server.engine={engine} cannot judge a drafter yet; use server={' or server='.join(FIGURES)}")
     check_wandb_ready(config.tracking.mode)
-    # Resolved: a training that goes on switches the link to a better drafter at any moment.
-    drafter_dir = find_drafter(Path(config.drafter_dir)).resolve()
+    drafter_dir = find_drafter(Path(config.drafter_dir)).resolve()  # a training that goes on switches the link
     origin = read_origin(drafter_dir)
     spec = open_verifier(config.verifier, Path(config.cache_dir))
     inputs = {

@@ -75,9 +75,44 @@ class Verifier:
 
 
 @dataclass(frozen=True, config=STRICT)
+class PhaseTimeouts:
+    """Seconds that each phase of a server's start may take, as its log tells them."""
+
+    process: PositiveFloat
+    """Interpreter and imports."""
+    distributed: PositiveFloat
+    """Ranks find each other."""
+    weights: PositiveFloat
+    """They are read and spread over the ranks."""
+    kv_cache: PositiveFloat
+    """Memory for it is taken."""
+    graphs: PositiveFloat
+    """CUDA graphs are captured, kernels compiled."""
+    ready: PositiveFloat
+    """Warm-up."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Capture:
+    """How a server hands over hidden states."""
+
+    concurrency: PositiveInt
+    """Requests under way at once, of answers and of states."""
+    flags: dict[str, Any]
+    """On top of server.flags, while states are captured."""
+    spool: NonEmpty
+    """A folder in memory (tmpfs) through which states go."""
+    spool_mib: PositiveInt
+    """Memory that they may take there: at least a few sequences of extraction.max_len."""
+    phase_timeouts_s: PhaseTimeouts
+    """Each phase of a start has a deadline of its own."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class Server:
-    engine: Literal["inprocess", "vllm"]
-    """What runs the verifier. `inprocess`: transformers in this process; `vllm`: a server in its own environment."""
+    engine: Literal["inprocess", "vllm", "sglang"]
+    """What runs the verifier. `inprocess`: transformers in this process; `vllm`, `sglang`: a server in its own
+    environment."""
     python: str | None
     """Interpreter of an engine with its own environment; inprocess has none."""
     env: dict[str, str | Int | Float]
@@ -88,8 +123,15 @@ class Server:
     """Seconds from the start of a server until it is ready; then it is stopped and its log shown."""
     request_timeout_s: PositiveFloat | None
     """Seconds for one answer of a server; then it counts as hung."""
+    capture: Capture | None
+    """Of a server that captures hidden states: sglang."""
 
     def __post_init__(self) -> None:
+        if (self.engine == "sglang") != (self.capture is not None):
+            raise ValueError(
+                f"server.engine={self.engine} {'takes no' if self.capture else 'needs'} server.capture; "
+                f"server={self.engine} sets what it takes"
+            )
         needed = {"python": self.python, "start_timeout_s": self.start_timeout_s,
                   "request_timeout_s": self.request_timeout_s}  # fmt: skip
         if self.engine == "inprocess":

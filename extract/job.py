@@ -12,10 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from extract.chat import Chat
 from extract.config import Extraction, Hardware, Server, Verifier
 from extract.dialogue import count_turns
-from extract.engines import ENGINES
+from extract.engines import ENGINES, InProcessEngine
+from extract.engines.sglang import SglangEngine
+from extract.engines.sglang_command import installed_sglang
+from extract.engines.sglang_server import command_lines
 from extract.journal import Journal
 from extract.layers import check_capture_layers, default_capture_layers
 from extract.manifest import store_manifest
+from extract.numbering import sglang_layer_ids
 from extract.pipeline import LazyEngine, samples_of
 from extract.prompts import Conversation, Skipped, read_conversations
 from extract.respond import Sampling
@@ -40,6 +44,8 @@ class Job:
     extraction: Extraction
     store: Path
     manifest: dict[str, Any]
+    commands: tuple[str, ...]
+    """Of the servers that will be started; none for an engine in this process."""
 
     @property
     def keep_given(self) -> bool:
@@ -106,7 +112,7 @@ def open_job(
     Raises:
         ValueError: naming file, key or sample, and the remedy.
     """
-    if server.engine not in ENGINES:
+    if server.engine not in (*ENGINES, SglangEngine.name):
         raise ValueError(
             f"server.engine={server.engine} cannot capture hidden states; extract with server=inprocess, and judge the "
             f"drafter in that engine: evaluate.py server={server.engine}"
@@ -132,16 +138,34 @@ def open_job(
         )
     tokenizer = load_tokenizer(spec)
     layers = check_capture_layers(verifier.capture_layers or default_capture_layers(spec.num_layers), spec.num_layers)
-    engine_class = ENGINES[server.engine]
-    dtype = getattr(torch, verifier.dtype)
-    engine = LazyEngine(
-        lambda: engine_class(spec, capture_layers=layers, dtype=dtype, device=hardware.accelerator),
-        engine_class.name, engine_class.version,
-    )  # fmt: skip
+    engine, commands = _engine(spec, verifier.dtype, layers, server, hardware, store / "server")
     sampling = Sampling(extraction.max_new_tokens, extraction.temperature, extraction.top_p, seed)
     manifest = store_manifest(
         spec, extraction, sampling, capture_layers=layers, engine=engine.name, engine_version=engine.version,
         dtype=verifier.dtype,
     )  # fmt: skip
     chat = Chat(tokenizer, spec.end_of_turn_ids, spec.vocab_size)
-    return Job(spec, tokenizer, chat, conversations, skipped, engine, layers, sampling, extraction, store, manifest)
+    return Job(spec, tokenizer, chat, conversations, skipped, engine, layers, sampling, extraction, store, manifest,
+               commands)  # fmt: skip
+
+
+def _engine(
+    spec: VerifierSpec, dtype: str, layers: tuple[int, ...], server: Server, hardware: Hardware, log_dir: Path
+) -> tuple[LazyEngine, tuple[str, ...]]:
+    """The engine, not yet started, and the commands that will start it. ValueError if it cannot be."""
+    if server.engine == "inprocess":
+        return LazyEngine(
+            lambda: InProcessEngine(
+                spec, capture_layers=layers, dtype=getattr(torch, dtype), device=hardware.accelerator
+            ),
+            InProcessEngine.name, InProcessEngine.version,
+        ), ()  # fmt: skip
+    _, version = installed_sglang(server)
+    sglang_layer_ids(spec.model_type, version, layers)  # raises before anything is generated
+    return LazyEngine(
+        lambda: SglangEngine(
+            spec, server, version=version, capture_layers=layers, dtype=getattr(torch, dtype), env=hardware.env,
+            log_dir=log_dir,
+        ),
+        SglangEngine.name, version, ahead=SglangEngine.ahead, rechecks=True,
+    ), command_lines(spec, server, dtype, hardware.env)  # fmt: skip

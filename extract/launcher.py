@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from extract.engines.base import EngineError
+from extract.phases import Phases
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +56,13 @@ class Launched:
     Made by `launch`. `log_file` takes all that its processes write.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log_file: Path, *, grace_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], log_file: Path, *, grace_s: float, scratch: Path | None
+    ) -> None:
         self.log_file, self.grace_s = log_file, grace_s
         with log_file.open("wb") as output:
             self._warden = subprocess.Popen(
-                [sys.executable, "-IS", str(WARDEN), str(grace_s), *command],
+                [sys.executable, "-IS", str(WARDEN), str(grace_s), str(scratch or ""), *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -84,39 +87,43 @@ class Launched:
         try:
             self._warden.wait(self.grace_s + 5)
         except subprocess.TimeoutExpired:
-            log.warning("some process of the server cannot even be killed; see ps, and its log %s", self.log_file)
-            self._warden.kill()
-            self._warden.wait()
+            # Left alone it goes on killing, and cleans up, as soon as the system lets those processes die.
+            log.warning("some process of the server cannot even be killed yet; see ps, and its log %s", self.log_file)
 
-    def death(self, within_s: float = 0.0) -> ServerDied | None:
+    def death(self, within_s: float = 0.0, doing: str = "") -> ServerDied | None:
         """The error to raise if the server has ended, or does so within `within_s` seconds; None while it runs."""
         try:
             code = self._warden.wait(within_s)
         except subprocess.TimeoutExpired:
             return None
-        return ServerDied(self.told(f"the server ended with {_exit_code(code)}"))
+        return ServerDied(self.told(f"the server ended with {_exit_code(code)}{doing}"))
 
     def told(self, what: str) -> str:
         """`what`, followed by the end of the server's log."""
         return f"{what}; the last lines of {self.log_file}:\n{tail(self.log_file)}"
 
-    def wait_until(self, healthy: Callable[[], bool], timeout_s: float) -> None:
+    def wait_until(self, healthy: Callable[[], bool], timeout_s: float, phases: Phases | None) -> None:
         """See `launch`."""
         began = time.monotonic()
         next_line_s = TELL_EVERY_S
         while True:
-            if (died := self.death()) is not None:
+            overdue = None if phases is None else phases.overdue()
+            if (died := self.death(doing="" if phases is None else f" in its phase {phases.name}")) is not None:
                 raise died
             if healthy():
                 log.info("the server is ready after %.0f s", time.monotonic() - began)
                 return
             gone_s = time.monotonic() - began
-            if gone_s >= timeout_s:
-                raise ServerHung(self.told(f"the server was not ready within {timeout_s:g} s, and is stopped"))
+            if overdue is not None or gone_s >= timeout_s:
+                late = overdue or f"the server was not ready within {timeout_s:g} s"
+                raise ServerHung(self.told(f"{late}, and is stopped"))
             if gone_s >= next_line_s:
                 next_line_s += TELL_EVERY_S
                 last = tail(self.log_file, 1)
-                log.info("the server has been starting for %.0f s, of at most %.0f s: %s", gone_s, timeout_s, last)
+                now = "" if phases is None else f"{phases.told()}: "
+                log.info(
+                    "the server has been starting for %.0f s, of at most %.0f s: %s%s", gone_s, timeout_s, now, last
+                )
             time.sleep(ASK_EVERY_S)
 
 
@@ -128,6 +135,8 @@ def launch(
     healthy: Callable[[], bool],
     timeout_s: float,
     grace_s: float = 10.0,
+    phases: Phases | None = None,
+    scratch: Path | None = None,
 ) -> Launched:
     """Starts `command` and returns when `healthy()` is true; if that never happens, nothing of it is left.
 
@@ -138,6 +147,8 @@ def launch(
         healthy: asked a few times a second; it may raise, and must return soon.
         timeout_s: seconds until the server must be ready.
         grace_s: seconds that it has for an orderly end before it is killed.
+        phases: what it does meanwhile, with a deadline for each.
+        scratch: a folder that is deleted when the server has ended, however we end.
 
     Raises:
         ServerDied: it ended before it was ready.
@@ -148,9 +159,9 @@ def launch(
     line = shlex.join(["env", *variables, *command])
     log_file.with_name("command.txt").write_text(line + "\n")
     log.info("starting a server, which writes to %s:\n%s", log_file, line)
-    launched = Launched(command, env, log_file, grace_s=grace_s)
+    launched = Launched(command, env, log_file, grace_s=grace_s, scratch=scratch)
     try:
-        launched.wait_until(healthy, timeout_s)
+        launched.wait_until(healthy, timeout_s, phases)
     except BaseException:
         launched.stop()
         raise

@@ -5,11 +5,16 @@
 Samples are built from the journal one conversation at a time, so memory does not grow with their number.
 """
 
+import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,6 +23,7 @@ from torch import Tensor
 from extract.chat import Chat, Sample, Turn, build_samples
 from extract.dialogue import count_turns
 from extract.engines import Captured, Engine, Generated
+from extract.engines.base import Rechecks
 from extract.journal import Journal
 from extract.progress import Progress
 from extract.prompts import Conversation, Skipped
@@ -26,6 +32,8 @@ from extract.retry import Failure, Patience
 from extract.store import StoredSample
 from extract.store_writer import StoreWriter
 from extract.teacher import teacher_pass
+
+log = logging.getLogger(__name__)
 
 WINDOW = 2048
 """Samples sorted by length at a time, so that a capturing batch holds sequences of like length."""
@@ -54,18 +62,28 @@ class StageFigures:
 
 
 class LazyEngine:
-    """Starts the engine when it is first needed: a run that finds everything done loads no model."""
+    """Starts the engine when it is first needed: a run that finds everything done loads no model.
 
-    def __init__(self, start: Callable[[], Engine], name: str, version: str):
+    Attributes:
+        ahead: batches to hand over while earlier ones are stored; 0 for an engine that works in this very thread.
+        rechecks: whether it is an `extract.engines.base.Rechecks`.
+    """
+
+    def __init__(
+        self, start: Callable[[], Engine], name: str, version: str, *, ahead: int = 0, rechecks: bool = False
+    ) -> None:
         self._start = start
         self._engine: Engine | None = None
+        self._starting = threading.Lock()
         self.name = name
         self.version = version
+        self.ahead, self.rechecks = ahead, rechecks
 
     def _started(self) -> Engine:
-        if self._engine is None:
-            self._engine = self._start()
-        return self._engine
+        with self._starting:  # batches that are handed over ahead come from threads
+            if self._engine is None:
+                self._engine = self._start()
+            return self._engine
 
     def capture(self, batch: Sequence[Sequence[int]]) -> list[Captured]:
         return self._started().capture(batch)
@@ -77,6 +95,11 @@ class LazyEngine:
         return self._started().generate(
             batch, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=stop_ids
         )
+
+    def recheck(self, stored: Sequence[tuple[Sequence[int], Captured]], dtype: torch.dtype) -> dict[str, Any]:
+        engine = self._started()
+        assert isinstance(engine, Rechecks)
+        return engine.recheck(stored, dtype)
 
     def close(self) -> None:
         if self._engine is not None:
@@ -174,12 +197,10 @@ def capture_all(
             present = {s.id for s in window if s.id in writer.done or s.id in writer.quarantined}
             reused += len(present)
             progress.skip(sum(len(s.input_ids) for s in window if s.id in present))
-            for batch in batches(window, batch_tokens):
+            # A batch that a crash cut is run whole again: states depend, in the last bits, on the batch's shape.
+            open_batches = (b for b in batches(window, batch_tokens) if any(s.id not in present for s in b))
+            for batch, results in _captured(engine, patience, open_batches):
                 missing = [sample for sample in batch if sample.id not in present]
-                if not missing:
-                    continue
-                # A batch that a crash cut is run whole again: states depend, in the last bits, on the batch's shape.
-                results = patience.run(engine.capture, [sample.input_ids for sample in batch])
                 for sample, states in zip(batch, results, strict=True):
                     if sample.id not in present:
                         _store(writer, sample, states, dtype)
@@ -187,7 +208,34 @@ def capture_all(
                 captured, tokens = captured + len(missing), tokens + count
                 progress.advance(count)
         writer.flush()
+    if patience.failures:
+        log.warning("%d requests for states failed; they were repeated, or their samples given up", patience.failures)
     return StageFigures(captured, tokens, reused, time.monotonic() - began)
+
+
+def _captured(
+    engine: Engine, patience: Patience, batches: Iterable[list[Sample]]
+) -> Iterator[tuple[list[Sample], list[Captured | Failure]]]:
+    """Batches with their states, in order; while one is stored, an engine elsewhere works on the next `ahead` ones."""
+
+    def run(batch: list[Sample]) -> tuple[list[Sample], list[Captured | Failure]]:
+        return batch, patience.run(engine.capture, [sample.input_ids for sample in batch])
+
+    ahead = getattr(engine, "ahead", 0)
+    if not ahead:
+        yield from map(run, batches)
+        return
+    waiting: deque[Future[tuple[list[Sample], list[Captured | Failure]]]] = deque()
+    pool = ThreadPoolExecutor(ahead)
+    try:
+        for batch in batches:
+            waiting.append(pool.submit(run, batch))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # what still runs ends when the engine is closed
 
 
 def _store(writer: StoreWriter, sample: Sample, states: Captured | Failure, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich import get_console
 from rich.panel import Panel
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from extract.chat import mask_preview
@@ -26,6 +27,12 @@ def show_prompts_plan(store: Path, *, conversations: int, skipped: int, turns: i
         ],
         None,
     )
+
+
+def show_commands(commands: Sequence[str]) -> None:
+    """The servers that would be started, as they can be pasted."""
+    for command in commands:
+        get_console().print(Text(command), soft_wrap=True)
 
 
 def show_capture_plan(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from extract.engines.base import EngineError
+from extract.engines.base import EngineError, EngineGone
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +24,15 @@ class Patience:
     """Calls an engine on batches; a batch that fails is repeated one request at a time.
 
     A request that fails `attempts` times alone becomes a Failure; `stop_after` such in a row, over all
-    batches, raise an EngineError, for then it is the engine that is broken.
+    batches, raise an EngineError, for then it is the engine that is broken. An EngineGone passes at once.
+    `failures` counts attempts of single requests that failed.
     """
 
     def __init__(self, *, attempts: int = 3, stop_after: int = 5):
         assert attempts >= 1 and stop_after >= 1
         self.attempts = attempts
         self.stop_after = stop_after
+        self.failures = 0
         self._failed_in_a_row = 0
 
     def run(
@@ -39,6 +41,8 @@ class Patience:
         """One result or Failure for each request, in the order of the batch."""
         try:
             results: list[Result | Failure] = [*_call(call, batch)]
+        except EngineGone:
+            raise
         except EngineError as error:
             log.warning("a batch of %d failed and is repeated one by one: %s", len(batch), error)
             return [self._alone(call, request) for request in batch]
@@ -49,7 +53,10 @@ class Patience:
         for attempt in range(1, self.attempts + 1):
             try:
                 (result,) = _call(call, [request])
+            except EngineGone:
+                raise
             except EngineError as error:
+                self.failures += 1
                 reason = f"failed {attempt} times: {error}"
             else:
                 self._failed_in_a_row = 0

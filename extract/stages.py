@@ -1,9 +1,11 @@
 """The three stages of an opened extraction, as extract.py runs them one after another."""
 
+import random
 from collections.abc import Sequence
 
 import torch
 
+from extract.engines import Captured
 from extract.job import Job
 from extract.journal import Journal
 from extract.pipeline import StageFigures, answer_all, capture_all, plan_capture, teach_all
@@ -12,6 +14,9 @@ from extract.report import show_capture_plan
 from extract.samples import Sample, require_supervision
 from extract.store import StoreWriter, open_store
 from extract.verifier import load_head
+
+PROVEN_SHARE, PROVEN_AT_LEAST = 0.001, 4
+"""Of the stored samples, and in any case."""
 
 
 def respond_stage(job: Job, journal: Journal) -> tuple[StageFigures, list[Skipped]]:
@@ -41,8 +46,27 @@ def capture_stage(job: Job, journal: Journal, writer: StoreWriter, unanswered: S
         batch_tokens=job.extraction.capture_tokens,
         dtype=getattr(torch, job.extraction.dtype),
     )
+    prove(job, writer, plan.ids)
     writer.finish(plan.ids)
     return figures
+
+
+def prove(job: Job, writer: StoreWriter, ids: Sequence[str]) -> None:
+    """Extracts a few stored samples again, each alone; the figures go into the manifest, unless they are there.
+
+    Raises:
+        EngineError: they come out otherwise.
+    """
+    if not job.engine.rechecks or not writer.done or (writer.manifest["complete"] and "probes" in writer.manifest):
+        return
+    store, planned = open_store(job.store), set(ids)
+    mine = [ref for ref in store.samples if ref.id in planned]
+    count = min(len(mine), max(PROVEN_AT_LEAST, round(PROVEN_SHARE * len(mine))))
+    stored = []
+    for ref in random.Random(job.sampling.seed).sample(mine, count):
+        found = store.read(ref, ("input_ids", "aux", "last"))
+        stored.append((found["input_ids"].tolist(), Captured(found["aux"], found["last"])))
+    writer.manifest["probes"] = job.engine.recheck(stored, getattr(torch, job.extraction.dtype))
 
 
 def teacher_stage(job: Job, device: str) -> StageFigures:

@@ -262,3 +262,24 @@ def test_ports_are_given_out_by_the_system_and_not_while_they_are_used():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         assert holder.getsockname()[1] not in {free_port() for _ in range(50)}
+
+
+def test_memory_that_a_server_shared_and_the_folder_that_went_with_it_are_gone_however_it_ends(tmp_path):
+    code = """
+import os, sys, time
+from multiprocessing import shared_memory
+shared = shared_memory.SharedMemory(sys.argv[1], create=True, size=4096)
+print("up")
+time.sleep(1000)
+"""
+    for number, end in enumerate((signal.SIGTERM, signal.SIGKILL)):
+        name, scratch = f"eagle3-test-{os.getpid()}-{number}", tmp_path / f"scratch {number}"
+        scratch.mkdir()
+        log_file = tmp_path / "server.log"
+        server = launch(python(code, name), {}, log_file, healthy=lambda: written(log_file) == "up\n",  # noqa: B023
+                        timeout_s=30, scratch=scratch)  # fmt: skip
+        assert Path("/dev/shm", name).exists() and scratch.exists()
+        if end is signal.SIGKILL:
+            os.kill(server._warden.pid, signal.SIGTERM)
+        server.stop()
+        assert not Path("/dev/shm", name).exists() and not scratch.exists()

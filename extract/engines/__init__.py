@@ -1,4 +1,4 @@
-"""Engines that run the verifier, by the name that `server.engine` gives."""
+"""Engines that run the verifier in this process, by the name that `server.engine` gives; see also `sglang`, `vllm`."""
 
 from extract.engines.base import Captured, Engine, EngineError, Generated
 from extract.engines.inprocess import InProcessEngine

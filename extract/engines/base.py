@@ -2,14 +2,19 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 
 class EngineError(RuntimeError):
     """The engine failed on this batch; a smaller batch or another try may succeed."""
+
+
+class EngineGone(EngineError):
+    """The engine cannot work at all: nothing is to be tried again, and no sample is to blame."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,17 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees the model; the engine cannot be used afterwards."""
+
+
+@runtime_checkable
+class Rechecks(Protocol):
+    """An engine whose states come a long way, and are proven before it is believed that a store is complete."""
+
+    def recheck(self, stored: Sequence[tuple[Sequence[int], Captured]], dtype: torch.dtype) -> dict[str, Any]:
+        """Extracts sequences again, each alone, and compares with what was stored in `dtype`.
+
+        Returns figures for the manifest; EngineError if they differ by more than rounding.
+        """
 
 
 @dataclass(frozen=True)

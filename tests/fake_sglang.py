@@ -1,0 +1,181 @@
+"""Stands in for SGLang's server, its plugin and its model: the same endpoints and files, and faults on request.
+
+`installed(folder)` makes a package `sglang` of it, so that `python -m sglang.launch_server` starts it. The variable
+FAKE lists faults, separated by commas; see `Fake`. Number w of the states of token t is ids[t] + w / 100, and every
+next token is equally likely. An answer is the prompt's last id + 1, + 2, ...
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from array import array
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+VERSION, VOCAB, HIDDEN, MAX_INPUT, CHUNK = "0.5.23", 100, 4, 200, 16
+
+
+def installed(folder: Path) -> Path:
+    """`folder`, in which Python finds a package sglang that is this fake."""
+    (folder / "sglang").mkdir(parents=True)
+    (folder / "sglang" / "__init__.py").touch()
+    (folder / "sglang" / "launch_server.py").symlink_to(Path(__file__).resolve())
+    info = folder / f"sglang-{VERSION}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {VERSION}\n")
+    return folder
+
+
+def part(states: array, ids: list[int], width: int) -> bytes:
+    """A safetensors file of float32 states and int32 ids."""
+    rows, tokens = states.tobytes(), array("i", ids).tobytes()
+    header = json.dumps({
+        "states": {"dtype": "F32", "shape": [len(ids), width], "data_offsets": [0, len(rows)]},
+        "input_ids": {"dtype": "I32", "shape": [len(ids)], "data_offsets": [len(rows), len(rows) + len(tokens)]},
+    }).encode()  # fmt: skip
+    return struct.pack("<Q", len(header)) + header + rows + tokens
+
+
+class Fake(BaseHTTPRequestHandler):
+    """Faults at its start: dies, hangs_in_weights, not_ready, radix_cache, version. At the Nth request of the whole
+    life, the two probes counted: dies_at, hangs_at, fails_at, late_at (rows come after the answer). For every prompt
+    with the id N in it: dies_of, fails_of, fewer_of, nan_of, half_of, others_of, cached_of, full_of. fails_from=N: the
+    Nth and all later ones. breaks_off: answers are too short.
+    """
+
+    protocol_version = "HTTP/1.1"
+    faults: dict[str, str]
+    told: dict | None
+    name, flags = "", argparse.Namespace()
+    lock = threading.Lock()
+    requests = 0
+    vocab, hidden = VOCAB, HIDDEN
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self.say(503 if "hangs_in_weights" in self.faults else 200, {})
+        elif self.path == "/v1/models":
+            self.say(200, {"data": [{"id": self.name}]})
+        elif self.path == "/server_info":
+            off = "radix_cache" not in self.faults
+            self.say(200, {
+                "version": self.faults.get("version", VERSION), "page_size": 1, "max_req_input_len": MAX_INPUT + 1,
+                "disable_radix_cache": off, "disable_cuda_graph": True, "pp_size": 1, "speculative_algorithm": None,
+            })  # fmt: skip
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/abort_request":
+            return self.say(200, {})
+        with self.lock:
+            Fake.requests += 1
+            number = self.requests
+        ids = asked["input_ids"]
+        if self.is_due("dies", number, ids):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.is_due("hangs", number, ids):
+            threading.Event().wait()
+        if self.is_due("fails", number, ids) or number >= int(self.faults.get("fails_from", 1 << 30)):
+            return self.say(500, {"error": {"message": "out of luck"}})
+        if not 0 < len(ids) <= MAX_INPUT or max(ids) >= self.vocab:
+            return self.say(400, {"error": {"message": f"refused: {ids[:8]}"}})
+        if self.told is None or asked["sampling_params"]["max_new_tokens"]:
+            return self.say(200, self.answer(asked))
+        late = self.is_due("late", number, ids)
+        if not late:
+            self.hand_over(asked["rid"], ids, number)
+        even = [-math.log(self.vocab), 0, None]
+        self.say(200, {"output_ids": [], "meta_info": {"input_top_logprobs": [None, *[[even]] * (len(ids) - 1)]}})
+        if late:
+            time.sleep(0.2)
+            self.hand_over(asked["rid"], ids, number)
+
+    def is_due(self, fault: str, number: int, ids: list[int]) -> bool:
+        return self.faults.get(f"{fault}_at") == str(number) or int(self.faults.get(f"{fault}_of", -1)) in ids
+
+    def hand_over(self, rid: str, ids: list[int], number: int) -> None:
+        """Writes the parts, as the plugin does."""
+        width, folder = (len(self.told["layers"]) + 1) * self.hidden, Path(self.told["folder"])
+        if self.is_due("full", number, ids):
+            (folder / "FAILED.1.unused").write_text("OSError: [Errno 28] No space left on device")
+            return (folder / "FAILED.1.unused").rename(folder / "FAILED.1")
+        told = [(token + 1) % self.vocab for token in ids] if self.is_due("others", number, ids) else ids
+        if self.is_due("fewer", number, ids):
+            told = told[:-1]
+        for start in range(CHUNK if self.is_due("cached", number, ids) else 0, len(told), CHUNK):
+            tokens = told[start : start + CHUNK]
+            states = array("f", [token + place / 100 for token in tokens for place in range(width)])
+            if self.is_due("nan", number, ids):
+                states[-1] = math.nan
+            content = part(states, tokens, width)
+            if self.is_due("half", number, ids):
+                content = content[: len(content) // 2]
+            file = folder / "parts" / f"{rid}.{start}.safetensors"
+            file.with_suffix(".tmp").write_bytes(content)
+            file.with_suffix(".tmp").rename(file)
+
+    def answer(self, asked: dict) -> dict:
+        sampling = asked["sampling_params"]
+        ids = [(asked["input_ids"][-1] + 1 + place) % self.vocab for place in range(sampling["max_new_tokens"])]
+        end = next((place for place, token in enumerate(ids) if token in sampling["stop_token_ids"]), None)
+        ids = ids if end is None else ids[: end + 1]
+        ids = ids[:-1] if "breaks_off" in self.faults else ids
+        return {"output_ids": ids, "meta_info": {"finish_reason": {"type": "length" if end is None else "stop"}}}
+
+    def say(self, status: int, body: dict) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"[2026-01-01 00:00:00] {line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for flag in ("model-path", "served-model-name", "host", "port", "dtype", "random-seed", "tp-size"):
+        parser.add_argument(f"--{flag}")
+    for flag in ("skip-tokenizer-init", "disable-radix-cache", "disable-cuda-graph"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    told = parser.parse_args()
+    model = Path(told.model_path) / "config.json"
+    if model.exists():
+        Fake.vocab, Fake.hidden = (json.loads(model.read_text())[key] for key in ("vocab_size", "hidden_size"))
+    Fake.faults = {key: value for key, _, value in (w.partition("=") for w in os.environ.get("FAKE", "").split(","))}
+    Fake.name = told.served_model_name
+    say("Init torch distributed begin.")
+    say("Init torch distributed ends. elapsed=0.01 s")
+    say("Load weight begin.")
+    if "dies" in Fake.faults:
+        sys.stderr.write("RuntimeError: out of memory\n")
+        sys.exit(3)
+    if "hangs_in_weights" in Fake.faults:
+        threading.Event().wait()
+    say("Load weight end.")
+    file = os.environ.get("EAGLE3_CAPTURE")
+    Fake.told = json.loads(Path(file).read_text()) if file else None
+    if Fake.told is not None and "not_ready" not in Fake.faults:
+        ready = {"pid": os.getpid(), "rank": 0, "world": 1, "writes": True, "layers": Fake.told["layers"]}
+        (Path(Fake.told["folder"]) / f"READY.{os.getpid()}.json").write_text(json.dumps(ready))
+    say("Memory pool end.")
+    say("max_total_num_tokens=1000")
+    server = ThreadingHTTPServer(("127.0.0.1", int(told.port)), Fake)
+    say("The server is fired up and ready to roll!")
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
