@@ -74,7 +74,7 @@ def shaped(shape: str, folder: Path) -> VerifierSpec:
 
 def settings(overrides: Sequence[str]) -> Config:
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="extract"):
-        raw = compose("extract", ["server=sglang", "+server.flags.load_format=dummy", *overrides],
+        raw = compose("extract", ["server=sglang", "server.flags.load_format=dummy", *overrides],
                       return_hydra_config=True)  # fmt: skip
     HydraConfig.instance().set_config(raw)
     with open_dict(raw):

@@ -267,3 +267,11 @@ def test_each_key_is_an_attribute_of_the_checked_config():
     told = set(leaves(OmegaConf.to_container(changed())))
     assert told == set(leaves(as_dict(checked)))
     assert isinstance(checked, Config)
+
+
+@pytest.mark.parametrize("key", ["hardware.env.A", "server.env.A", "server.flags.tp_size"])
+def test_sections_for_an_engine_take_any_key_as_it_is_typed_and_others_do_not(key):
+    section, name = key.rsplit(".", 1)
+    assert OmegaConf.select(composed("server=sglang", f"{key}=b"), section)[name] == "b"
+    with pytest.raises(ConfigCompositionException, match="Could not override"):
+        composed("server=sglang", f"{section.rsplit('.', 1)[0]}.{name}=b")

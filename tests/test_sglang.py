@@ -23,7 +23,7 @@ from extract.verifier import resolve_verifier
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON, STAND_INS = ROOT / ".venv-sglang" / "bin" / "python", ROOT / "tests" / "sglang_cpu"
-SERVER = ("server=sglang_cpu", f"server.python={PYTHON}", f"+server.env.PYTHONPATH={STAND_INS}")
+SERVER = ("server=sglang_cpu", f"server.python={PYTHON}", f"server.env.PYTHONPATH={STAND_INS}")
 CHUNK = 64
 LAYERS = (1, 3, 6)
 
@@ -40,7 +40,7 @@ def spec_of(path):
 
 
 def sglang_of(path, *overrides):
-    server = config(*SERVER, f"+server.flags.chunked_prefill_size={CHUNK}", *overrides, script="extract").server
+    server = config(*SERVER, f"server.flags.chunked_prefill_size={CHUNK}", *overrides, script="extract").server
     return SglangEngine(spec_of(path), server, version=installed_sglang(server)[1], capture_layers=LAYERS,
                         dtype=torch.float32, env={}, log_dir=path.parent / "log")  # fmt: skip
 
@@ -54,7 +54,7 @@ def pair(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         if hooks:  # as for a version that knows no plugins
             patch.setattr(sglang_command, "PLUGINS_SINCE", Version("1"))
-        engine = sglang_of(path, *(["+server.env.SGLANG_PLUGINS=none"] if hooks else []))
+        engine = sglang_of(path, *(["server.env.SGLANG_PLUGINS=none"] if hooks else []))
         engine.capture([[3, 4, 5]])
     yield engine, reference
     folder = engine._running[2].folder
@@ -119,7 +119,7 @@ def test_probes_before_the_bulk_and_after_it_leave_figures(pair):
 
 
 def test_without_the_hook_nothing_is_captured_and_that_is_told(tmp_path):
-    engine = sglang_of(tiny_verifier(tmp_path / "v"), "+server.env.SGLANG_PLUGINS=none")
+    engine = sglang_of(tiny_verifier(tmp_path / "v"), "server.env.SGLANG_PLUGINS=none")
     with pytest.raises(EngineGone, match=r"0 of 1 ranks are ready to capture.*has not loaded the plugin"):
         engine.capture(CASES["three prompts"])
     engine.close()

@@ -32,7 +32,7 @@ def job(tmp_path):
     (tmp_path / "memory").mkdir()
     server = {"server": "sglang", "server__python": sys.executable, "server__capture__spool": tmp_path / "memory",
               "server__capture__spool_mib": 4, "server__request_timeout_s": 20}  # fmt: skip
-    return [*settings(**server), f"+server.env.PYTHONPATH={installed(tmp_path / 'site')}"]
+    return [*settings(**server), f"server.env.PYTHONPATH={installed(tmp_path / 'site')}"]
 
 
 def responses(folder):
@@ -93,7 +93,7 @@ def test_killed_anywhere_the_same_command_goes_on_and_leaves_nothing(job, tmp_pa
 
 @pytest.mark.parametrize(("life", "request_"), [("respond", 3), ("capture", 13)])
 def test_ctrl_c_in_the_middle_ends_servers_and_requests_at_once(job, tmp_path, life, request_):
-    script = Script("extract.py", *job, f"+server.env.FAKE='hangs_at={request_}'", cwd=tmp_path)
+    script = Script("extract.py", *job, f"server.env.FAKE='hangs_at={request_}'", cwd=tmp_path)
     log = tmp_path / "store" / "server" / life / "server.log"
     deadline = time.monotonic() + 60
     while not (log.exists() and "fired up" in log.read_text()):
@@ -108,13 +108,13 @@ def test_ctrl_c_in_the_middle_ends_servers_and_requests_at_once(job, tmp_path, l
 
 
 def test_a_server_that_never_starts_fails_with_exit_code_1_and_its_words(job, tmp_path):
-    done = run("extract.py", *job, "+server.env.FAKE=dies", cwd=tmp_path)
+    done = run("extract.py", *job, "server.env.FAKE=dies", cwd=tmp_path)
     assert done.code == 1 and "exit code 3 in its phase weights" in done.output and "out of memory" in done.output
     assert is_clean(tmp_path)
 
 
 def test_a_job_whose_rows_never_come_fails_and_its_journal_is_kept(job, tmp_path):
-    done = run("extract.py", *job, "+server.env.FAKE='nan_at=1'", cwd=tmp_path)
+    done = run("extract.py", *job, "server.env.FAKE='nan_at=1'", cwd=tmp_path)
     assert done.code == 1 and "NaN or inf" in done.output, done.output
     assert len(responses(tmp_path).splitlines()) == 2 * len(SUBJECTS)
     assert not json.loads((tmp_path / "store" / "manifest.json").read_text())["complete"] and is_clean(tmp_path)

@@ -253,7 +253,7 @@ def test_a_server_s_settings_are_complete_before_anything_starts():
     with pytest.raises(ConfigError, match=r"takes no server\.start_timeout_s"):
         typed(changed(server__start_timeout_s=5))
     with pytest.raises(ConfigError, match=r"server\.env\.A"):
-        config("server=vllm", "+server.env.A=null", script="evaluate")
+        config("server=vllm", "server.env.A=null", script="evaluate")
 
 
 def test_an_extraction_with_an_engine_that_captures_nothing_is_refused_at_once(tmp_path):
