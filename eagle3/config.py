@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-import eagle3.naming  # noqa: F401 - the names of directories in conf/ are resolved there
+import eagle3.naming  # the names of directories in conf/ are resolved there
 import eagle3.open_keys  # noqa: F401 - and sections there that take any key
 from extract.config import (
     STRICT,
