@@ -8,9 +8,7 @@ Samples are built from the journal one conversation at a time, so memory does no
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,10 +18,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from extract.ahead import in_order
 from extract.chat import Chat, Sample, Turn, build_samples
 from extract.dialogue import count_turns
 from extract.engines import Captured, Engine, Generated
-from extract.engines.base import Rechecks
+from extract.engines.base import Rechecks, ahead_of
 from extract.journal import Journal
 from extract.progress import Progress
 from extract.prompts import Conversation, Skipped
@@ -192,6 +191,10 @@ def capture_all(
     captured = tokens = reused = 0
     began = time.monotonic()
     patience = Patience()
+
+    def states_of(batch: list[Sample]) -> list[Captured | Failure]:
+        return patience.run(engine.capture, [sample.input_ids for sample in batch])
+
     with Progress("capture", total_tokens, unit="tokens") as progress:
         for window in _windows(samples):
             present = {s.id for s in window if s.id in writer.done or s.id in writer.quarantined}
@@ -199,7 +202,7 @@ def capture_all(
             progress.skip(sum(len(s.input_ids) for s in window if s.id in present))
             # A batch that a crash cut is run whole again: states depend, in the last bits, on the batch's shape.
             open_batches = (b for b in batches(window, batch_tokens) if any(s.id not in present for s in b))
-            for batch, results in _captured(engine, patience, open_batches):
+            for batch, results in in_order(states_of, open_batches, ahead_of(engine)):
                 missing = [sample for sample in batch if sample.id not in present]
                 for sample, states in zip(batch, results, strict=True):
                     if sample.id not in present:
@@ -211,31 +214,6 @@ def capture_all(
     if patience.failures:
         log.warning("%d requests for states failed; they were repeated, or their samples given up", patience.failures)
     return StageFigures(captured, tokens, reused, time.monotonic() - began)
-
-
-def _captured(
-    engine: Engine, patience: Patience, batches: Iterable[list[Sample]]
-) -> Iterator[tuple[list[Sample], list[Captured | Failure]]]:
-    """Batches with their states, in order; while one is stored, an engine elsewhere works on the next `ahead` ones."""
-
-    def run(batch: list[Sample]) -> tuple[list[Sample], list[Captured | Failure]]:
-        return batch, patience.run(engine.capture, [sample.input_ids for sample in batch])
-
-    ahead = getattr(engine, "ahead", 0)
-    if not ahead:
-        yield from map(run, batches)
-        return
-    waiting: deque[Future[tuple[list[Sample], list[Captured | Failure]]]] = deque()
-    pool = ThreadPoolExecutor(ahead)
-    try:
-        for batch in batches:
-            waiting.append(pool.submit(run, batch))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # what still runs ends when the engine is closed
 
 
 def _store(writer: StoreWriter, sample: Sample, states: Captured | Failure, dtype: torch.dtype) -> None:

@@ -4,9 +4,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from extract.ahead import in_order
 from extract.chat import Chat, ChatError
 from extract.dialogue import Dialogue, count_turns
-from extract.engines.base import Engine, Generated
+from extract.engines.base import Engine, Generated, ahead_of
 from extract.journal import Journal, Record
 from extract.prompts import Conversation, Skipped
 from extract.retry import Failure, Patience
@@ -80,8 +81,13 @@ def respond(
             yield session.journal_given(dialogues)
             requests, skipped = session.prompts(dialogues)
             yield Answered(0, 0, 0, reused=False, skipped=tuple(skipped))
-            for batch in plan_batches(requests, batch_size):
-                yield from session.answer(batch)
+            batches = plan_batches(requests, batch_size)
+            found = [request for batch in batches for request in batch if request.key in journal]
+            if found:
+                yield session.reuse(found)
+            for asked, results in in_order(session.ask, map(session.missing, batches), ahead_of(engine)):
+                if asked.requests:
+                    yield session.take(asked.requests, results)
             dialogues = [dialogue for dialogue in dialogues if dialogue.open]
 
 
@@ -89,6 +95,15 @@ def plan_batches(requests: Sequence[_Request], batch_size: int) -> list[list[_Re
     """Batches of prompts of like length, the longest first: what does not fit into memory shows at once."""
     ordered = sorted(requests, key=lambda request: (-len(request.prompt_ids), request.key))
     return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of the engine at once."""
+
+    requests: list[_Request]
+    max_new_tokens: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -143,31 +158,34 @@ class _Session:
             dialogue.give_up()
         return requests, skipped
 
-    def answer(self, batch: Sequence[_Request]) -> Iterator[Answered]:
-        """Generates what the journal lacks of one batch, and moves all its dialogues on."""
-        found = [request for request in batch if request.key in self.journal]
-        if found:
-            yield self._reuse(found)
-        missing = [request for request in batch if request.key not in self.journal]
-        if not missing:
-            return
+    def missing(self, batch: Sequence[_Request]) -> _Asked:
+        """What the journal lacks of a batch; room and seed are those of the whole batch, whatever is there already."""
         # Longer answers would only be cut from the samples again.
         room = self.max_len - min(len(request.prompt_ids) for request in batch)
-        seed = _batch_seed(self.sampling.seed, batch)
+        requests = [request for request in batch if request.key not in self.journal]
+        return _Asked(requests, min(self.sampling.max_new_tokens, room), _batch_seed(self.sampling.seed, batch))
+
+    def ask(self, asked: _Asked) -> list[Generated | Failure]:
+        """The engine's answers; nothing else is touched, so that several batches may be under way."""
+        if not asked.requests:
+            return []
 
         def generate(requests: Sequence[_Request]) -> list[Generated]:
             return self.engine.generate(
                 [request.prompt_ids for request in requests],
-                max_new_tokens=min(self.sampling.max_new_tokens, room),
+                max_new_tokens=asked.max_new_tokens,
                 temperature=self.sampling.temperature,
                 top_p=self.sampling.top_p,
-                seed=seed,
+                seed=asked.seed,
                 stop_ids=self.chat.end_of_turn_ids,
             )
 
+        return self.patience.run(generate, asked.requests)
+
+    def take(self, requests: Sequence[_Request], results: Sequence[Generated | Failure]) -> Answered:
+        """Answers go into the journal, and their dialogues move on."""
         records, skipped = [], []
-        results = self.patience.run(generate, missing)
-        for request, result in zip(missing, results, strict=True):
+        for request, result in zip(requests, results, strict=True):
             if isinstance(result, Failure):
                 skipped.append(Skipped(request.dialogue.id, f"turn {request.turn}: {result.reason}"))
                 request.dialogue.give_up()
@@ -175,9 +193,9 @@ class _Session:
             records.append(self._record(request.key, request.prompt_ids, result.ids, result.finish_reason))
             request.dialogue.answered(self.chat, result.ids)
         self.journal.append(records)
-        yield _event(records, reused=False, skipped=skipped)
+        return _event(records, reused=False, skipped=skipped)
 
-    def _reuse(self, found: Sequence[_Request]) -> Answered:
+    def reuse(self, found: Sequence[_Request]) -> Answered:
         """Answers out of the journal; ValueError if they belong to another prompt, sampling or verifier."""
         records = [self.journal.get(*request.key) for request in found]
         for request, record in zip(found, records, strict=True):

@@ -46,7 +46,7 @@ class Fake(BaseHTTPRequestHandler):
     """Faults at its start: dies, hangs_in_weights, not_ready, radix_cache, version. At the Nth request of the whole
     life, the two probes counted: dies_at, hangs_at, fails_at, late_at (rows come after the answer). For every prompt
     with the id N in it: dies_of, fails_of, fewer_of, nan_of, half_of, others_of, cached_of, full_of. fails_from=N: the
-    Nth and all later ones. breaks_off: answers are too short.
+    Nth and all later ones. breaks_off: answers are too short. one_each: a connection's second request finds it closed.
     """
 
     protocol_version = "HTTP/1.1"
@@ -56,6 +56,12 @@ class Fake(BaseHTTPRequestHandler):
     lock = threading.Lock()
     requests = 0
     vocab, hidden = VOCAB, HIDDEN
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        if "one_each" in self.faults and not self.close_connection:
+            self.rfile.peek(1)  # like a server that closes an idle connection when its next request is on the way
+            self.close_connection = True
 
     def do_GET(self) -> None:
         if self.path == "/health":

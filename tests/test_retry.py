@@ -2,8 +2,10 @@
 
 import pytest
 
-from extract.engines.base import EngineError
-from extract.retry import Failure, Patience
+from concurrent.futures import ThreadPoolExecutor
+
+from extract.engines.base import EngineError, SomeFailed
+from extract.retry import GROUP, Failure, Patience
 
 
 class Flaky:
@@ -30,7 +32,7 @@ def test_one_request_always_fails_and_another_twice():
     patience = Patience(attempts=3)
     first = patience.run(flaky, list(range(8)))
     assert first[:7] == [0, 2, 4, 6, 8, 10, 12]
-    assert first[7] == Failure("failed 3 times: cannot do 7")
+    assert first[7] == Failure("failed 3 times alone: cannot do 7")
     assert patience.run(flaky, [8, 9, 10]) == [16, 18, 20]
 
 
@@ -57,7 +59,7 @@ def test_a_success_between_failures_starts_the_count_again():
 def test_too_few_results_count_as_a_failure():
     assert (
         Patience(attempts=2).run(lambda batch: [1] * (len(batch) // 2), [1, 2])
-        == [Failure("failed 2 times: 0 results for 1 requests")] * 2
+        == [Failure("failed 2 times alone: 0 results for 1 requests")] * 2
     )
 
 
@@ -67,3 +69,41 @@ def test_errors_of_the_caller_are_not_retried():
 
     with pytest.raises(ValueError, match="sequence 0 is empty"):
         Patience().run(wrong, [1])
+
+
+class Isolating(Flaky):
+    """Knows which request failed, as an engine does that sends each on its own."""
+
+    def __call__(self, batch):
+        self.calls.append(list(batch))
+        results = []
+        for number in batch:
+            failing = self.fails.get(number, 0) > 0
+            self.fails[number] = self.fails.get(number, 0) - failing
+            results.append(EngineError(f"cannot do {number}") if failing else 2 * number)
+        if any(isinstance(result, EngineError) for result in results):
+            raise SomeFailed(results)
+        return results
+
+
+def test_what_succeeded_beside_a_failure_is_not_done_again():
+    engine = Isolating({5: 1, 300: 2, 400: ALWAYS})
+    results = Patience().run(engine, range(512))
+    assert results[:5] + results[5:400] + results[401:] == [2 * n for n in range(512) if n != 400]
+    assert results[400] == Failure("failed 2 times alone: cannot do 400")
+    assert engine.calls[1:] == [[5, 300, 400], [300], [400], [400]]
+
+
+def test_a_batch_that_fails_as_a_whole_is_repeated_in_groups():
+    """A server that dies takes every request with it: hundreds must not be repeated one after another."""
+    engine = Flaky({40: ALWAYS})
+    results = Patience().run(engine, range(256))
+    assert [n for n, result in enumerate(results) if isinstance(result, Failure)] == [40]
+    assert len(engine.calls) == 1 + 256 // GROUP + (GROUP - 1) + 2
+
+
+def test_several_batches_at_once_are_counted_together():
+    engine, patience = Isolating(dict.fromkeys(range(0, 400, 10), 1)), Patience()
+    with ThreadPoolExecutor(4) as pool:
+        done = [*pool.map(lambda start: patience.run(engine, range(start, start + 50)), range(0, 400, 50))]
+    assert [r for results in done for r in results] == [2 * n for n in range(400)] and patience.failures == 40

@@ -17,6 +17,16 @@ class EngineGone(EngineError):
     """The engine cannot work at all: nothing is to be tried again, and no sample is to blame."""
 
 
+class SomeFailed(EngineError):
+    """Some requests of a batch failed: in `results`, each has its EngineError where the others have their result."""
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        self.results = list(results)
+        errors = [result for result in self.results if isinstance(result, EngineError)]
+        assert errors, "raised only if something failed"
+        super().__init__(f"{len(errors)} of {len(self.results)} requests failed, the first: {errors[0]}")
+
+
 @dataclass(frozen=True)
 class Captured:
     """Hidden states of one sequence of T tokens, on the CPU; perhaps views of the whole batch's tensor."""
@@ -43,7 +53,10 @@ class Engine(Protocol):
     version: str
 
     def capture(self, batch: Sequence[Sequence[int]]) -> list[Captured]:
-        """States of every token of every sequence; EngineError if they are incomplete or not finite."""
+        """States of every token of every sequence.
+
+        Raises EngineError if they are incomplete or not finite; SomeFailed says of which sequences, if that is known.
+        """
 
     def generate(
         self,
@@ -59,6 +72,12 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees the model; the engine cannot be used afterwards."""
+
+
+def ahead_of(engine: Engine) -> int:
+    """Batches that an engine elsewhere may be given at once, so that it never waits for us; 0 if it works in here."""
+    ahead: int = getattr(engine, "ahead", 0)
+    return ahead
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from extract.config import Server
-from extract.engines.base import Captured, EngineError, EngineGone, Generated
+from extract.engines.base import Captured, EngineError, EngineGone, Generated, SomeFailed
 from extract.engines.sglang_answers import read_answer, read_logprobs
 from extract.engines.sglang_command import Life, data_parallel_groups
 from extract.engines.sglang_server import SglangServer, open_sglang
@@ -200,11 +200,14 @@ class SglangEngine:
         return spool
 
     def _side_by_side(self, one: Callable[[Item], Result], batch: Sequence[Item]) -> list[Result]:
-        """Results in order; the first error only after all requests have ended, so that none outlives its batch."""
+        """Results in order, after all requests have ended, so that none outlives its batch; SomeFailed for errors."""
         futures = [self._pool.submit(one, item) for item in batch]
         errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            if isinstance(error, EngineGone) or not isinstance(error, EngineError):
+                raise error
         if errors:
-            raise next((error for error in errors if isinstance(error, ServerDied)), errors[0])
+            raise SomeFailed([future.exception() or future.result() for future in futures])
         return [future.result() for future in futures]
 
     def _states_of(self, ids: Sequence[int]) -> Captured:

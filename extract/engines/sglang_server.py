@@ -99,7 +99,8 @@ def _client(port: int, timeout_s: float) -> httpx.Client:
         base_url=f"http://127.0.0.1:{port}",
         timeout=timeout_s,
         trust_env=False,  # a proxy has no part in this
-        limits=httpx.Limits(max_connections=None),
+        # A connection for each request: one that is kept for the next may be closed by the server at that very moment.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
     )
 
 

@@ -93,6 +93,7 @@ def open_vllm(
         base_url=f"http://127.0.0.1:{port}",
         timeout=server.request_timeout_s,
         trust_env=False,  # a proxy has no part in this
+        limits=httpx.Limits(max_keepalive_connections=0),  # the server may close a kept one at any moment
     )
     try:
         launched = launch(
