@@ -1,8 +1,8 @@
 """A flaky engine is asked again, a bad request is given up, a broken engine stops the job."""
 
-import pytest
-
 from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from extract.engines.base import EngineError, SomeFailed
 from extract.retry import GROUP, Failure, Patience
