@@ -67,6 +67,7 @@ class Fake(BaseHTTPRequestHandler):
             self.say(200, {
                 "version": self.faults.get("version", VERSION), "page_size": 1, "max_req_input_len": MAX_INPUT + 1,
                 "disable_radix_cache": off, "disable_cuda_graph": True, "pp_size": 1, "speculative_algorithm": None,
+                "model_path": self.faults.get("model_path", self.flags.model_path),
             })  # fmt: skip
 
     def do_POST(self) -> None:
@@ -155,7 +156,7 @@ def main() -> None:
     if model.exists():
         Fake.vocab, Fake.hidden = (json.loads(model.read_text())[key] for key in ("vocab_size", "hidden_size"))
     Fake.faults = {key: value for key, _, value in (w.partition("=") for w in os.environ.get("FAKE", "").split(","))}
-    Fake.name = told.served_model_name
+    Fake.name, Fake.flags = told.served_model_name, told
     say("Init torch distributed begin.")
     say("Init torch distributed ends. elapsed=0.01 s")
     say("Load weight begin.")

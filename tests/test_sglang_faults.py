@@ -15,8 +15,9 @@ from test_vllm_server import SPEC as OTHER
 
 from extract import spool
 from extract.config import Server
-from extract.engines import sglang
+from extract.engines import servers, sglang
 from extract.engines.base import EngineError, EngineGone
+from extract.engines.servers import OwnServers
 from extract.engines.sglang import SglangEngine
 from extract.pipeline import LazyEngine, capture_all
 from extract.retry import Failure, Patience
@@ -47,8 +48,10 @@ def opened(tmp_path, monkeypatch):
         capture |= {key.removeprefix("capture__"): settings.pop(key) for key in list(settings) if "__" in key}
         told |= settings | {"capture": base.capture.__class__(**capture)}
         engines.append(
-            SglangEngine(SPEC, Server(**told), version="0.5.23", capture_layers=LAYERS, dtype=torch.float32, env={},
-                         log_dir=tmp_path / "log")
+            SglangEngine(
+                SPEC, OwnServers("own", SPEC, Server(**told), version="0.5.23", capture_layers=LAYERS, dtype="float32",
+                                 env={}, log_dir=tmp_path / "log"),
+                capture_layers=LAYERS, dtype=torch.float32)
         )  # fmt: skip
         return engines[-1]
 
@@ -106,11 +109,11 @@ def test_one_that_kills_the_server_is_given_up_and_the_others_are_captured(opene
     engine.capture(PROMPTS[7:8])
     results = Patience().run(engine.capture, PROMPTS[:5])
     assert [isinstance(result, Failure) for result in results] == [False, False, True, False, False]
-    assert "exit code 137 (SIGKILL)" in results[2].reason and 3 <= engine.restarts <= sglang.RESTARTS
+    assert "exit code 137 (SIGKILL)" in results[2].reason and 3 <= engine.servers.restarts <= servers.RESTARTS
 
 
 def test_servers_that_die_again_and_again_end_the_job_and_blame_no_sample(opened, monkeypatch):
-    monkeypatch.setattr(sglang, "RESTARTS", 1)
+    monkeypatch.setattr(servers, "RESTARTS", 1)
     engine = opened("dies_at=4")
     patience = Patience()
     with pytest.raises(EngineGone, match=r"1 servers were started in place of others; (?s:.*)SIGKILL"):
@@ -138,7 +141,7 @@ def test_one_that_hangs_is_started_again_for_the_others(opened):
     engine.capture(PROMPTS[7:8])
     results = Patience(attempts=2).run(engine.capture, PROMPTS[:4])
     assert [isinstance(result, Failure) for result in results] == [False, False, True, False]
-    assert 2 <= engine.restarts <= sglang.RESTARTS
+    assert 2 <= engine.servers.restarts <= servers.RESTARTS
 
 
 def test_a_stranger_on_the_port_is_named_and_gets_no_prompt(opened, monkeypatch):
