@@ -46,7 +46,7 @@ class Fake(BaseHTTPRequestHandler):
     """Faults at its start: dies, hangs_in_weights, not_ready, radix_cache, version. At the Nth request of the whole
     life, the two probes counted: dies_at, hangs_at, fails_at, late_at (rows come after the answer). For every prompt
     with the id N in it: dies_of, fails_of, fewer_of, nan_of, half_of, others_of, cached_of, full_of. fails_from=N: the
-    Nth and all later ones. breaks_off: answers are too short.
+    Nth and all later ones. breaks_off: answers are too short. on=N: all this only where CUDA_VISIBLE_DEVICES is N.
     """
 
     protocol_version = "HTTP/1.1"
@@ -86,7 +86,10 @@ class Fake(BaseHTTPRequestHandler):
             return self.say(500, {"error": {"message": "out of luck"}})
         if not 0 < len(ids) <= MAX_INPUT or max(ids) >= self.vocab:
             return self.say(400, {"error": {"message": f"refused: {ids[:8]}"}})
-        if self.told is None or asked["sampling_params"]["max_new_tokens"]:
+        captures = self.told is not None and asked["rid"].startswith(self.told["prefix"])
+        if not captures or asked["sampling_params"]["max_new_tokens"]:
+            if captures:  # the plugin looks at the rid alone
+                self.hand_over(asked["rid"], ids, number)
             return self.say(200, self.answer(asked))
         late = self.is_due("late", number, ids)
         if not late:
@@ -156,6 +159,8 @@ def main() -> None:
     if model.exists():
         Fake.vocab, Fake.hidden = (json.loads(model.read_text())[key] for key in ("vocab_size", "hidden_size"))
     Fake.faults = {key: value for key, _, value in (w.partition("=") for w in os.environ.get("FAKE", "").split(","))}
+    if "on" in Fake.faults and Fake.faults["on"] != os.environ.get("CUDA_VISIBLE_DEVICES"):
+        Fake.faults = {}
     Fake.name, Fake.flags = told.served_model_name, told
     say("Init torch distributed begin.")
     say("Init torch distributed ends. elapsed=0.01 s")

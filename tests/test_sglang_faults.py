@@ -30,9 +30,19 @@ PROMPTS = [[10 * n + place % 7 for place in range(5 + 3 * n)] for n in range(1, 
 """Prompt n holds the id 10 n, and no other does."""
 
 
+def fake_server(site, memory, faults="", **settings):
+    """Its settings; a keyword with __ replaces one below server.capture."""
+    base = config("server=sglang", script="extract").server
+    told = vars(base) | {"python": sys.executable, "env": {"PYTHONPATH": str(site), "FAKE": faults},
+                         "start_timeout_s": 30.0, "request_timeout_s": 5.0}  # fmt: skip
+    capture = vars(base.capture) | {"spool": str(memory), "spool_mib": 1, "concurrency": 4}
+    capture |= {key.removeprefix("capture__"): settings.pop(key) for key in list(settings) if "__" in key}
+    return Server(**told | settings | {"capture": base.capture.__class__(**capture)})
+
+
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
-    """Engines on fake servers; a keyword with __ replaces a setting below server.capture."""
+    """Engines on fake servers; see `fake_server`."""
     site = installed(tmp_path / "site")
     memory = tmp_path / "memory"
     memory.mkdir()
@@ -41,15 +51,10 @@ def opened(tmp_path, monkeypatch):
     engines = []
 
     def start(faults="", **settings):
-        base = config("server=sglang", script="extract").server
-        told = vars(base) | {"python": sys.executable, "env": {"PYTHONPATH": str(site), "FAKE": faults},
-                             "start_timeout_s": 30.0, "request_timeout_s": 5.0}  # fmt: skip
-        capture = vars(base.capture) | {"spool": str(memory), "spool_mib": 1, "concurrency": 4}
-        capture |= {key.removeprefix("capture__"): settings.pop(key) for key in list(settings) if "__" in key}
-        told |= settings | {"capture": base.capture.__class__(**capture)}
+        server = fake_server(site, memory, faults, **settings)
         engines.append(
             SglangEngine(
-                SPEC, OwnServers("own", SPEC, Server(**told), version="0.5.23", capture_layers=LAYERS, dtype="float32",
+                SPEC, OwnServers("own", SPEC, server, version="0.5.23", capture_layers=LAYERS, dtype="float32",
                                  env={}, log_dir=tmp_path / "log"),
                 capture_layers=LAYERS, dtype=torch.float32)
         )  # fmt: skip

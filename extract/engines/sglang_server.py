@@ -175,6 +175,7 @@ class SglangServer:
         self.hung: ServerHung | None = None
         self._stopped = False
         self._connecting, self._sockets = threading.Lock(), list[socket.socket]()
+        client.event_hooks = {"request": [self._watch]}
 
     def __enter__(self) -> "SglangServer":
         return self
@@ -248,7 +249,7 @@ class SglangServer:
         if self._stopped:
             raise ServerError("the server has been stopped")
         try:
-            response = self._client.request(method, path, json=body, extensions={"trace": self._connected})
+            response = self._client.request(method, path, json=body)
         except httpx.TimeoutException as error:
             hung = f"the server has not answered {path} within {self._client.timeout.read:g} s"
             self.hung = self.hung or ServerHung(self._launched.told(hung))
@@ -270,6 +271,9 @@ class SglangServer:
         with contextlib.suppress(httpx.HTTPError, ServerError):
             self.alive()
             self._client.post("/abort_request", json={"rid": rid}, timeout=HEALTH_TIMEOUT_S)
+
+    def _watch(self, request: httpx.Request) -> None:
+        request.extensions["trace"] = self._connected
 
     def _connected(self, event: str, info: Mapping[str, Any]) -> None:
         """Keeps the sockets of all connections; httpx tells of each."""
