@@ -17,8 +17,9 @@ from extract.engines.fleet import plan_fleet
 from extract.engines.sglang import SglangEngine
 from extract.journal import Journal
 from extract.layers import check_capture_layers, default_capture_layers
+from extract.lazy import LazyEngine
 from extract.manifest import store_manifest
-from extract.pipeline import LazyEngine, samples_of
+from extract.pipeline import samples_of
 from extract.prompts import Conversation, Skipped, read_conversations
 from extract.respond import Sampling
 from extract.samples import Sample

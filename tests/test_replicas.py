@@ -20,7 +20,8 @@ from extract.engines.fleet import plan_fleet
 from extract.engines.replicas import Replicas
 from extract.engines.servers import OwnServers
 from extract.engines.sglang import SglangEngine
-from extract.pipeline import LazyEngine, capture_all
+from extract.lazy import LazyEngine
+from extract.pipeline import capture_all
 from extract.retry import Patience
 from extract.samples import Sample
 from extract.store import create_or_resume, open_store

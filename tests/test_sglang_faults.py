@@ -19,7 +19,8 @@ from extract.engines import servers, sglang
 from extract.engines.base import EngineError, EngineGone
 from extract.engines.servers import OwnServers
 from extract.engines.sglang import SglangEngine
-from extract.pipeline import LazyEngine, capture_all
+from extract.lazy import LazyEngine
+from extract.pipeline import capture_all
 from extract.retry import Failure, Patience
 from extract.samples import Sample
 from extract.store import create_or_resume, open_store

@@ -95,6 +95,19 @@ def test_killed_anywhere_the_same_command_goes_on_and_leaves_nothing(job, tmp_pa
         assert "server/respond/server.log" not in done.output, "what was answered is not asked again"
 
 
+def test_killed_before_the_last_pass_no_server_is_started_again(job, tmp_path):
+    killed("extract.py", *job, cwd=tmp_path, die=("extract.stages:teach_all", 1, "before"))
+    done = succeed("extract.py", *job, cwd=tmp_path)
+    assert "starting a server" not in done.output and is_clean(tmp_path)
+    assert open_store(tmp_path / "store", need_teacher=True, need_complete=True).manifest["probes"]["restarts"] == 0
+
+
+def test_the_server_starts_while_the_capture_is_planned_and_ends_with_it(job, tmp_path):
+    done = run("extract.py", *job, cwd=tmp_path, die=("extract.stages:require_supervision", 1, "ctrl-c"))
+    assert done.code == 130 and (tmp_path / "store" / "server" / "capture" / "command.txt").exists(), done.output
+    assert is_clean(tmp_path)
+
+
 @pytest.mark.parametrize(("life", "request_"), [("respond", 3), ("capture", 13)])
 def test_ctrl_c_in_the_middle_ends_servers_and_requests_at_once(job, tmp_path, life, request_):
     script = Script("extract.py", *job, f"+server.env.FAKE='hangs_at={request_}'", cwd=tmp_path)

@@ -74,6 +74,19 @@ class Replicas:
         restarts = sum(engine.servers.restarts for engine in self._engines)
         return figures | {"restarts": restarts, "servers": len(self._engines), "servers_lost": len(self.lost)}
 
+    def prepare_capture(self) -> None:
+        """All side by side; see `extract.engines.base.Prepares`."""
+
+        def prepare(engine: SglangEngine) -> None:
+            try:
+                engine.prepare_capture()
+            except EngineGone as error:
+                if not self._closed:
+                    self._lose(engine.servers.name, str(error))
+
+        list(self._pool.map(prepare, self._engines))
+        self._require_one()
+
     def close(self) -> None:
         """All at once, for each may take seconds."""
         self._closed = True
@@ -97,13 +110,16 @@ class Replicas:
 
     def _claim(self, weight: int) -> int:
         with self._changing:
+            self._require_one()
             living = [place for place, engine in enumerate(self._engines) if engine.servers.name not in self.lost]
-            if not living:
-                reasons = "\n".join(f"{name}: {why}" for name, why in self.lost.items())
-                raise EngineGone(f"all {len(self._engines)} servers are lost:\n{reasons}")
             place = min(living, key=lambda place: self._under_way[place])
             self._under_way[place] += weight
             return place
+
+    def _require_one(self) -> None:
+        if len(self.lost) == len(self._engines):
+            reasons = "\n".join(f"{name}: {why}" for name, why in self.lost.items())
+            raise EngineGone(f"all {len(self._engines)} servers are lost:\n{reasons}")
 
     def _lose(self, name: str, why: str) -> None:
         with self._changing:

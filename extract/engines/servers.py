@@ -66,8 +66,8 @@ class OwnServers:
         self.name, self.version, self.restarts = name, version, 0
         self.prefix = new_prefix()
         self.concurrency, self.budget_bytes = server.capture.concurrency, server.capture.spool_mib << 20
-        self.log_dir = log_dir
-        self._spec, self._server, self._dtype, self._env = spec, server, dtype, env
+        self.server, self.log_dir = server, log_dir
+        self._spec, self._dtype, self._env = spec, dtype, env
         self._layers = list(capture_layers)
         self._running: tuple[Life, SglangServer, Spool | None] | None = None
         self._closed = False
@@ -110,13 +110,13 @@ class OwnServers:
         return False
 
     def _start(self, life: Life) -> None:
-        assert self._server.capture is not None
+        assert self.server.capture is not None
         spool = None
         if life == "capture":
-            spool = told_spool(self._spec, self._server, version=self.version, layers=self._layers, prefix=self.prefix)
+            spool = told_spool(self._spec, self.server, version=self.version, layers=self._layers, prefix=self.prefix)
         try:
             server = open_sglang(
-                self._server, self._spec, life, dtype=self._dtype, env=self._env, log_dir=self.log_dir / life,
+                self.server, self._spec, life, dtype=self._dtype, env=self._env, log_dir=self.log_dir / life,
                 spool=spool, wanted=lambda: not self._closed,
             )  # fmt: skip
         except BaseException:

@@ -8,8 +8,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -116,6 +117,11 @@ class SglangEngine:
         self._note("stored", [(a, b) for a, b, _ in again], [told for *_, told in again], coarser)
         return self.probes | {"restarts": self.servers.restarts}
 
+    def prepare_capture(self) -> None:
+        """Starts the server that captures, which the first batch will probe; see `extract.engines.base.Prepares`."""
+        with self._starting_or_gone():
+            self.servers.serve("capture")
+
     def close(self) -> None:
         """Ends all requests, and the server that runs or starts with its folder in memory, unless it is another's."""
         self._gone = self._gone or "the engine is closed"
@@ -124,21 +130,27 @@ class SglangEngine:
 
     def _serve(self, life: Life, batch: Sequence[Sequence[int]]) -> None:
         """The server of this life runs, is proven, and takes sequences of these lengths."""
+        with self._starting_or_gone():
+            server = self.servers.serve(life)
+            if life == "capture" and server is not self._proven:
+                # Always the same text: after a death it must not be the one that killed the server.
+                self._probed = self._probed or max(batch, key=len)
+                self._probe_start(self._probed)
+                self._proven = server
+        self._check_lengths(batch)
+
+    @contextmanager
+    def _starting_or_gone(self) -> Iterator[None]:
+        """One thread at a time is inside; whatever fails there is not tried again by others that wait."""
         with self._starting:
             if self._gone is not None:
                 raise EngineGone(self._gone)
             try:
-                server = self.servers.serve(life)
-                if life == "capture" and server is not self._proven:
-                    # Always the same text: after a death it must not be the one that killed the server.
-                    self._probed = self._probed or max(batch, key=len)
-                    self._probe_start(self._probed)
-                    self._proven = server
+                yield
             except EngineError as error:
-                self._gone = str(error)  # batches that wait here must not try it again
+                self._gone = str(error)
                 self.servers.close()
                 raise EngineGone(self._gone) from error
-        self._check_lengths(batch)
 
     def _side_by_side(self, one: Callable[[Item], Result], batch: Sequence[Item]) -> list[Result]:
         """Results in order; the first error only after all requests have ended, so that none outlives its batch."""
