@@ -51,12 +51,12 @@ def find_held(url: str, root: Path) -> tuple[Held, Path]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether whoever holds that server lives, and the server too: with either of them this is gone."""
+    """Whether whoever holds that server lives, and the server too: the folder goes with it."""
     try:
         with (folder / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return (folder / RECORD).exists()
+        return True
     except FileNotFoundError:
         return False
     return False
