@@ -7,12 +7,11 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 from fake_sglang import installed
-from test_sglang_faults import LAYERS, PROMPTS, SPEC, assert_right, fake_server
+from test_sglang_faults import LAYERS, PROMPTS, SPEC, assert_right, fake_server, stranger
 
 from extract import spool
 from extract.engines import sglang, sglang_server
@@ -192,31 +191,13 @@ def test_flags_that_spoil_and_ranks_that_capture_other_layers_are_refused(hold, 
 
 
 def test_a_stranger_and_another_held_server_behind_the_url_get_no_prompt(hold, attach):
-    asked = []
-
-    class Stranger(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        do_POST = do_GET
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
-        threading.Thread(target=stranger.serve_forever, daemon=True).start()
-        one, other = hold(), hold()
-        url = f"http://127.0.0.1:{stranger.server_address[1]}"
+    one, other = hold(), hold()
+    with stranger() as (url, asked):
         rewrite(one, url=url)
         with pytest.raises(ValueError, match=r"a stranger answers on .*, not our server tiny-"):
             attach(url)
-        stranger.shutdown()
     assert set(asked) == {"/health", "/v1/models"}
-    rewrite(one, url=other.url, name=one.held.name)
+    rewrite(one, url=other.url)
     rewrite(other, url=url)
     with pytest.raises(ValueError, match=r"a stranger answers on .*, not our server tiny-"):
         attach(other.url)

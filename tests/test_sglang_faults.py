@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -150,7 +151,9 @@ def test_one_that_hangs_is_started_again_for_the_others(opened):
     assert 2 <= engine.servers.restarts <= servers.RESTARTS
 
 
-def test_a_stranger_on_the_port_is_named_and_gets_no_prompt(opened, monkeypatch):
+@contextmanager
+def stranger():
+    """A server that answers {} to whatever it is asked: its address, and what it was asked."""
     asked = []
 
     class Stranger(BaseHTTPRequestHandler):
@@ -166,12 +169,17 @@ def test_a_stranger_on_the_port_is_named_and_gets_no_prompt(opened, monkeypatch)
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
-        threading.Thread(target=stranger.serve_forever, daemon=True).start()
-        monkeypatch.setattr("extract.engines.sglang_server.free_port", lambda: stranger.server_address[1])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        server.shutdown()
+
+
+def test_a_stranger_on_the_port_is_named_and_gets_no_prompt(opened, monkeypatch):
+    with stranger() as (url, asked):
+        monkeypatch.setattr("extract.engines.sglang_server.free_port", lambda: int(url.rpartition(":")[2]))
         with pytest.raises(EngineGone, match=r"a stranger answers on .*/v1/models gave 200|Address already in use"):
             opened().capture(PROMPTS)
-        stranger.shutdown()
     assert set(asked) <= {"/health", "/v1/models"}
 
 
