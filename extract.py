@@ -51,7 +51,7 @@ def work(config: Config, job: Job, run: RunDir) -> dict[str, object]:
         stages = {"respond": responded, "capture": captured, "teacher": taught}
         emit_stages(runlog, [stage.values() for stage in stages.values()])
     store = open_store(job.store, need_teacher=True, need_complete=True)
-    return summary_of(job.store, store.manifest["counts"], stages)
+    return summary_of(job.store, store.manifest, stages)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="extract")

@@ -28,11 +28,13 @@ from transformers import AutoConfig
 from benchmarks.record import write_result
 from eagle3.config import Config, typed
 from extract.engines.base import Captured
+from extract.engines.servers import OwnServers
 from extract.engines.sglang import SglangEngine
 from extract.engines.sglang_command import installed_sglang
 from extract.engines.sglang_server import open_sglang
 from extract.layers import default_capture_layers
-from extract.pipeline import LazyEngine, capture_all
+from extract.lazy import LazyEngine
+from extract.pipeline import capture_all
 from extract.probe import Told
 from extract.samples import Sample
 from extract.store import create_or_resume
@@ -90,9 +92,9 @@ def prefill_alone(engine: SglangEngine, samples: Sequence[Sample], repeats: int,
         return server.ask("POST", "/generate", body)
 
     seconds = []
-    dtype = str(engine.dtype).removeprefix("torch.")
+    told, dtype = engine.servers.server, str(engine.dtype).removeprefix("torch.")
     with open_sglang(
-        engine.server, engine.spec, "capture", dtype=dtype, env={}, log_dir=log_dir, spool=None, wanted=lambda: True
+        told, engine.spec, "capture", dtype=dtype, env={}, log_dir=log_dir, spool=None, wanted=lambda: True
     ) as server:
         for _ in range(repeats + 1):
             began = time.monotonic()
@@ -131,8 +133,10 @@ def main() -> None:
         folder = Path(directory)
         spec = shaped(asked.shape, folder / "verifier")
         layers = default_capture_layers(spec.num_layers)
-        engine = Unproven(spec, config.server, version=installed_sglang(config.server)[1], capture_layers=layers,
-                          dtype=torch.bfloat16, env=config.hardware.env, log_dir=folder / "log")  # fmt: skip
+        servers = OwnServers("own", spec, config.server, version=installed_sglang(config.server)[1],
+                             capture_layers=layers, dtype="bfloat16", env=config.hardware.env,
+                             log_dir=folder / "log")  # fmt: skip
+        engine = Unproven(spec, servers, capture_layers=layers, dtype=torch.bfloat16)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, spec.vocab_size, (asked.samples, asked.length), generator=generator).tolist()
         samples = [Sample(f"s{n}", f"c{n}", row, [1] * len(row), 0.0, 1) for n, row in enumerate(ids)]

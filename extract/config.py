@@ -103,7 +103,7 @@ class Capture:
     spool: NonEmpty
     """A folder in memory (tmpfs) through which states go."""
     spool_mib: PositiveInt
-    """Memory that they may take there: at least a few sequences of extraction.max_len."""
+    """Memory that they may take there, for each server: at least a few sequences of extraction.max_len."""
     phase_timeouts_s: PhaseTimeouts
     """Each phase of a start has a deadline of its own."""
 
@@ -123,10 +123,15 @@ class Server:
     """Seconds from the start of a server until it is ready; then it is stopped and its log shown."""
     request_timeout_s: PositiveFloat | None
     """Seconds for one answer of a server; then it counts as hung."""
+    replicas: PositiveInt
+    """Servers that share one extraction, each with GPUs of its own: sglang."""
+    urls: list[Annotated[str, Field(pattern=r"^http://[\w.-]+:\d+$")]]
+    """Running capture servers of this machine that are used instead of starting any: sglang."""
     capture: Capture | None
     """Of a server that captures hidden states: sglang."""
 
     def __post_init__(self) -> None:
+        self._check_several()
         if (self.engine == "sglang") != (self.capture is not None):
             raise ValueError(
                 f"server.engine={self.engine} {'takes no' if self.capture else 'needs'} server.capture; "
@@ -144,6 +149,20 @@ class Server:
             raise ValueError(
                 f"server.engine={self.engine} is a process of its own and needs server.{', server.'.join(missing)}; "
                 f"server={self.engine} sets them, and `make {self.engine}-env` makes the interpreter"
+            )
+
+    def _check_several(self) -> None:
+        several = [key for key, told in (("replicas", self.replicas > 1), ("urls", bool(self.urls))) if told]
+        if several and self.engine != "sglang":
+            raise ValueError(f"server.engine={self.engine} takes no server.{', server.'.join(several)}; sglang does")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"server.urls={self.urls} names a server twice")
+        chosen = {"replicas": self.replicas > 1, "flags": self.flags, "env": self.env,
+                  "capture.flags": self.capture and self.capture.flags}  # fmt: skip
+        if self.urls and (told := [key for key, value in chosen.items() if value]):
+            raise ValueError(
+                f"server.urls names servers that run already, and contradicts server.{', server.'.join(told)}, which "
+                "are for servers to be started; leave one of them out"
             )
 
 

@@ -13,14 +13,13 @@ from extract.chat import Chat
 from extract.config import Extraction, Hardware, Server, Verifier
 from extract.dialogue import count_turns
 from extract.engines import ENGINES, InProcessEngine
+from extract.engines.fleet import plan_fleet
 from extract.engines.sglang import SglangEngine
-from extract.engines.sglang_command import installed_sglang
-from extract.engines.sglang_server import command_lines
 from extract.journal import Journal
 from extract.layers import check_capture_layers, default_capture_layers
+from extract.lazy import LazyEngine
 from extract.manifest import store_manifest
-from extract.numbering import sglang_layer_ids
-from extract.pipeline import LazyEngine, samples_of
+from extract.pipeline import samples_of
 from extract.prompts import Conversation, Skipped, read_conversations
 from extract.respond import Sampling
 from extract.samples import Sample
@@ -160,12 +159,6 @@ def _engine(
             ),
             InProcessEngine.name, InProcessEngine.version,
         ), ()  # fmt: skip
-    _, version = installed_sglang(server)
-    sglang_layer_ids(spec.model_type, version, layers)  # raises before anything is generated
-    return LazyEngine(
-        lambda: SglangEngine(
-            spec, server, version=version, capture_layers=layers, dtype=getattr(torch, dtype), env=hardware.env,
-            log_dir=log_dir,
-        ),
-        SglangEngine.name, version, ahead=SglangEngine.ahead, rechecks=True,
-    ), command_lines(spec, server, dtype, hardware.env)  # fmt: skip
+    fleet = plan_fleet(spec, server, capture_layers=layers, dtype=dtype, env=hardware.env, log_dir=log_dir)
+    engine = LazyEngine(fleet.start, SglangEngine.name, fleet.version, ahead=fleet.ahead, rechecks=True)
+    return engine, fleet.commands

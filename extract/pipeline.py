@@ -6,13 +6,11 @@ Samples are built from the journal one conversation at a time, so memory does no
 """
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -21,8 +19,8 @@ from torch import Tensor
 from extract.ahead import in_order
 from extract.chat import Chat, Sample, Turn, build_samples
 from extract.dialogue import count_turns
-from extract.engines import Captured, Engine, Generated
-from extract.engines.base import Rechecks, ahead_of
+from extract.engines import Captured, Engine
+from extract.engines.base import ahead_of
 from extract.journal import Journal
 from extract.progress import Progress
 from extract.prompts import Conversation, Skipped
@@ -58,52 +56,6 @@ class StageFigures:
         if self.tokens_per_s is not None:
             values["tokens_per_s"] = self.tokens_per_s
         return values
-
-
-class LazyEngine:
-    """Starts the engine when it is first needed: a run that finds everything done loads no model.
-
-    Attributes:
-        ahead: batches to hand over while earlier ones are stored; 0 for an engine that works in this very thread.
-        rechecks: whether it is an `extract.engines.base.Rechecks`.
-    """
-
-    def __init__(
-        self, start: Callable[[], Engine], name: str, version: str, *, ahead: int = 0, rechecks: bool = False
-    ) -> None:
-        self._start = start
-        self._engine: Engine | None = None
-        self._starting = threading.Lock()
-        self.name = name
-        self.version = version
-        self.ahead, self.rechecks = ahead, rechecks
-
-    def _started(self) -> Engine:
-        with self._starting:  # batches that are handed over ahead come from threads
-            if self._engine is None:
-                self._engine = self._start()
-            return self._engine
-
-    def capture(self, batch: Sequence[Sequence[int]]) -> list[Captured]:
-        return self._started().capture(batch)
-
-    def generate(
-        self, batch: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float, top_p: float,
-        seed: int, stop_ids: Collection[int],
-    ) -> list[Generated]:  # fmt: skip
-        return self._started().generate(
-            batch, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=stop_ids
-        )
-
-    def recheck(self, stored: Sequence[tuple[Sequence[int], Captured]], dtype: torch.dtype) -> dict[str, Any]:
-        engine = self._started()
-        assert isinstance(engine, Rechecks)
-        return engine.recheck(stored, dtype)
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
 
 
 def answer_all(

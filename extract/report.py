@@ -66,10 +66,12 @@ def show_capture_plan(
     console.print(Panel(text, title=title, title_align="left"), width=min(80, console.width))
 
 
-def summary_of(store: Path, counts: dict[str, Any], stages: dict[str, StageFigures]) -> dict[str, Any]:
+def summary_of(store: Path, manifest: dict[str, Any], stages: dict[str, StageFigures]) -> dict[str, Any]:
     """Figures of summary.json; the rates are of this run alone."""
     size = sum(file.stat().st_size for file in (store / "shards").iterdir())
-    figures: dict[str, Any] = {"store": str(store), "bytes": size, **counts}
+    figures: dict[str, Any] = {"store": str(store), "bytes": size, **manifest["counts"]}
+    if "servers" in (probes := manifest.get("probes", {})):  # several captured
+        figures |= {key: probes[key] for key in ("servers", "servers_lost")}
     for name, stage in stages.items():
         figures[f"{name}_seconds"] = round(stage.seconds, 2)
         figures[f"{name}_reused"] = stage.reused
@@ -85,6 +87,8 @@ def show_summary(figures: dict[str, Any], *, reused: bool, next_command: str) ->
         ("tokens", f"{figures['tokens']:,}, {figures['supervised']:,} supervised"),
         ("size", size_text(figures["bytes"])),
     ]
+    if "servers" in figures:
+        rows.append(("servers", f"{figures['servers']}, {figures['servers_lost']} of them lost"))
     for name in ("respond", "capture", "teacher"):
         if f"{name}_tokens_per_s" in figures:
             speed = f"{figures[f'{name}_tokens_per_s']:,.0f} tokens/s, {figures[f'{name}_seconds']:.1f} s"

@@ -44,54 +44,22 @@ HEADER_BYTES = 4096
 """More than the headers of a sequence's parts take."""
 
 
-class Spool:
-    """A context manager; at its end the folder is gone, and what dead runs have left is gone at its beginning.
+class Parts:
+    """States as they come: the reading side of such a folder, whoever has made it.
 
     Attributes:
-        folder: a new one below `root`.
-        site: what goes on the server's PYTHONPATH.
-        told: the file that EAGLE3_CAPTURE must name.
+        folder: of the server.
+        parts: where it writes.
     """
 
-    def __init__(self, root: Path, *, budget_bytes: int) -> None:
-        if not root.is_dir():
-            raise ValueError(f"server.capture.spool={root} is no directory; name one in memory, such as /dev/shm")
-        _remove_left_overs(root)
-        self.folder = Path(tempfile.mkdtemp(prefix=NAME, dir=root))
-        self.site, self.told, self.parts = self.folder / "site", self.folder / "told.json", self.folder / "parts"
-        self.budget_bytes = budget_bytes
-        self._lock = (self.folder / "lock.new").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        (self.folder / "lock.new").replace(self.folder / "lock")  # whoever finds it free knows that this run is dead
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.parts = folder, folder / "parts"
         self._failures: list[tuple[float, str]] = []
         self._failing = threading.Lock()
         self._given_up: set[str] = set()
-        self.parts.mkdir()
-        _install(self.site)
-
-    def __enter__(self) -> "Spool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
-        """Deletes the folder; harmless when called twice."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
-
-    def tell(self, *, layers: Sequence[int], layer_ids: Sequence[int], prefix: str, groups: int) -> None:
-        """Writes what the plugin shall do.
-
-        Args:
-            layers: capture layers k, which the model must resolve `layer_ids` to.
-            layer_ids: what SGLang is told for them.
-            prefix: of the requests whose states are wanted.
-            groups: of data-parallel attention; 1 without it.
-        """
-        told = {"folder": str(self.folder), "layers": list(layers), "layer_ids": list(layer_ids), "prefix": prefix,
-                "groups": groups, "budget_bytes": self.budget_bytes}  # fmt: skip
-        self.told.write_text(json.dumps(told))
+        """Lets go of the folder; harmless when called twice."""
 
     def ready(self) -> list[dict[str, Any]]:
         """What the ranks said that are ready."""
@@ -154,6 +122,54 @@ class Spool:
         starts = sorted(int(file.name.split(".")[1]) for file in self.parts.glob(f"{rid}.*.safetensors"))
         why = "; rows that begin later mean that a prefix cache is on" if starts else ""
         return f"{done} of {wanted} rows came within {SETTLE_S:g} s of the answer; parts begin at {starts}{why}"
+
+
+class Spool(Parts):
+    """A new folder below `root`, of a server that is started here.
+
+    A context manager; at its end the folder is gone, and what dead runs have left is gone at its beginning.
+
+    Attributes:
+        site: what goes on the server's PYTHONPATH.
+        told: the file that EAGLE3_CAPTURE must name.
+    """
+
+    def __init__(self, root: Path, *, budget_bytes: int) -> None:
+        if not root.is_dir():
+            raise ValueError(f"server.capture.spool={root} is no directory; name one in memory, such as /dev/shm")
+        _remove_left_overs(root)
+        super().__init__(Path(tempfile.mkdtemp(prefix=NAME, dir=root)))
+        self.site, self.told = self.folder / "site", self.folder / "told.json"
+        self.budget_bytes = budget_bytes
+        self._lock = (self.folder / "lock.new").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (self.folder / "lock.new").replace(self.folder / "lock")  # whoever finds it free knows that this run is dead
+        self.parts.mkdir()
+        _install(self.site)
+
+    def __enter__(self) -> "Spool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Deletes the folder; harmless when called twice."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+    def tell(self, *, layers: Sequence[int], layer_ids: Sequence[int], prefix: str, groups: int) -> None:
+        """Writes what the plugin shall do.
+
+        Args:
+            layers: capture layers k, which the model must resolve `layer_ids` to.
+            layer_ids: what SGLang is told for them.
+            prefix: of the requests whose states are wanted.
+            groups: of data-parallel attention; 1 without it.
+        """
+        told = {"folder": str(self.folder), "layers": list(layers), "layer_ids": list(layer_ids), "prefix": prefix,
+                "groups": groups, "budget_bytes": self.budget_bytes}  # fmt: skip
+        self.told.write_text(json.dumps(told))
 
 
 class Budget:

@@ -34,7 +34,10 @@ def capture_stage(job: Job, journal: Journal, writer: StoreWriter, unanswered: S
         ValueError: (nearly) no sample has a token written by the assistant.
     """
     why = f"the first left out is {unanswered[0].id}: {unanswered[0].reason}; " if unanswered else ""
-    plan = plan_capture(job.samples(journal), f"{why}look at the prompts and the chat template")
+    samples = job.samples(journal)
+    if job.engine.rechecks and not is_proven(writer):
+        samples = job.engine.meanwhile(samples)  # a large verifier loads for minutes
+    plan = plan_capture(samples, f"{why}look at the prompts and the chat template")
     require_supervision(len(plan.ids), [*unanswered, *plan.skipped])
     needed = plan.tokens * job.token_bytes
     show_capture_plan(job.store, plan, unanswered, job.tokenizer, needed=needed, layers=job.capture_layers)
@@ -57,7 +60,7 @@ def prove(job: Job, writer: StoreWriter, ids: Sequence[str]) -> None:
     Raises:
         EngineError: they come out otherwise.
     """
-    if not job.engine.rechecks or not writer.done or (writer.manifest["complete"] and "probes" in writer.manifest):
+    if not job.engine.rechecks or not writer.done or is_proven(writer):
         return
     store, planned = open_store(job.store), set(ids)
     mine = [ref for ref in store.samples if ref.id in planned]
@@ -67,6 +70,11 @@ def prove(job: Job, writer: StoreWriter, ids: Sequence[str]) -> None:
         found = store.read(ref, ("input_ids", "aux", "last"))
         stored.append((found["input_ids"].tolist(), Captured(found["aux"], found["last"])))
     writer.manifest["probes"] = job.engine.recheck(stored, getattr(torch, job.extraction.dtype))
+
+
+def is_proven(writer: StoreWriter) -> bool:
+    """Whether an earlier run has captured everything and proven it: no server is needed any more."""
+    return bool(writer.manifest["complete"]) and "probes" in writer.manifest
 
 
 def teacher_stage(job: Job, device: str) -> StageFigures:

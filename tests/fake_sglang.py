@@ -47,6 +47,7 @@ class Fake(BaseHTTPRequestHandler):
     life, the two probes counted: dies_at, hangs_at, fails_at, late_at (rows come after the answer). For every prompt
     with the id N in it: dies_of, fails_of, fewer_of, nan_of, half_of, others_of, cached_of, full_of. fails_from=N: the
     Nth and all later ones. breaks_off: answers are too short. one_each: a connection's second request finds it closed.
+    on=N: all this only where CUDA_VISIBLE_DEVICES is N.
     """
 
     protocol_version = "HTTP/1.1"
@@ -73,6 +74,7 @@ class Fake(BaseHTTPRequestHandler):
             self.say(200, {
                 "version": self.faults.get("version", VERSION), "page_size": 1, "max_req_input_len": MAX_INPUT + 1,
                 "disable_radix_cache": off, "disable_cuda_graph": True, "pp_size": 1, "speculative_algorithm": None,
+                "model_path": self.faults.get("model_path", self.flags.model_path),
             })  # fmt: skip
 
     def do_POST(self) -> None:
@@ -91,7 +93,10 @@ class Fake(BaseHTTPRequestHandler):
             return self.say(500, {"error": {"message": "out of luck"}})
         if not 0 < len(ids) <= MAX_INPUT or max(ids) >= self.vocab:
             return self.say(400, {"error": {"message": f"refused: {ids[:8]}"}})
-        if self.told is None or asked["sampling_params"]["max_new_tokens"]:
+        captures = self.told is not None and asked["rid"].startswith(self.told["prefix"])
+        if not captures or asked["sampling_params"]["max_new_tokens"]:
+            if captures:  # the plugin looks at the rid alone
+                self.hand_over(asked["rid"], ids, number)
             return self.say(200, self.answer(asked))
         late = self.is_due("late", number, ids)
         if not late:
@@ -161,7 +166,9 @@ def main() -> None:
     if model.exists():
         Fake.vocab, Fake.hidden = (json.loads(model.read_text())[key] for key in ("vocab_size", "hidden_size"))
     Fake.faults = {key: value for key, _, value in (w.partition("=") for w in os.environ.get("FAKE", "").split(","))}
-    Fake.name = told.served_model_name
+    if "on" in Fake.faults and Fake.faults["on"] != os.environ.get("CUDA_VISIBLE_DEVICES"):
+        Fake.faults = {}
+    Fake.name, Fake.flags = told.served_model_name, told
     say("Init torch distributed begin.")
     say("Init torch distributed ends. elapsed=0.01 s")
     say("Load weight begin.")

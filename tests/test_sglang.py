@@ -16,6 +16,7 @@ from tiny_job import SETTINGS, settings, write_prompts
 from extract import spool
 from extract.engines import InProcessEngine, sglang_command
 from extract.engines.base import EngineGone
+from extract.engines.servers import OwnServers
 from extract.engines.sglang import SglangEngine
 from extract.engines.sglang_command import installed_sglang
 from extract.store import open_store
@@ -41,8 +42,10 @@ def spec_of(path):
 
 def sglang_of(path, *overrides):
     server = config(*SERVER, f"server.flags.chunked_prefill_size={CHUNK}", *overrides, script="extract").server
-    return SglangEngine(spec_of(path), server, version=installed_sglang(server)[1], capture_layers=LAYERS,
-                        dtype=torch.float32, env={}, log_dir=path.parent / "log")  # fmt: skip
+    spec = spec_of(path)
+    servers = OwnServers("own", spec, server, version=installed_sglang(server)[1], capture_layers=LAYERS,
+                         dtype="float32", env={}, log_dir=path.parent / "log")  # fmt: skip
+    return SglangEngine(spec, servers, capture_layers=LAYERS, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "llama by --forward-hooks"])
@@ -57,7 +60,7 @@ def pair(request, tmp_path_factory):
         engine = sglang_of(path, *(["server.env.SGLANG_PLUGINS=none"] if hooks else []))
         engine.capture([[3, 4, 5]])
     yield engine, reference
-    folder = engine._running[2].folder
+    folder = engine.servers.now()[1].folder
     engine.close()
     assert not folder.exists()
 
@@ -91,17 +94,17 @@ def test_the_states_are_those_of_the_reference_engine(pair, monkeypatch):
         assert_equal(engine.capture(prompts), reference.capture(prompts))
         if name == "one prompt that is cut in three":
             assert [part.split(".")[1] for part in parts] == ["0", str(CHUNK), str(2 * CHUNK)]
-    log = (engine._log_dir / "capture" / "server.log").read_text()
+    log = (engine.servers.log_dir / "capture" / "server.log").read_text()
     together = max(int(count) for count in re.findall(r"Prefill batch, #new-seq: (\d+)", log))
     assert together >= 3, "no prefill held three prompts"
     assert "#cached-token: 0" in log and not re.search(r"#cached-token: [1-9]", log)
-    assert not list(engine._running[2].parts.iterdir()), "something was left in memory"
+    assert not list(engine.servers.now()[1].parts.iterdir()), "something was left in memory"
 
 
 def test_it_is_the_installed_version_and_its_scheduler_that_speak(pair):
     engine, _ = pair
     engine.capture(CASES["three prompts"])
-    _, server, spooled = engine._running
+    server, spooled = engine.servers.now()
     assert server.info["version"] == engine.version == "0.5.23"
     (ready,) = spooled.ready()
     assert ready["layers"] == list(LAYERS) and ready["writes"] and ready["dtype"] == "float32"

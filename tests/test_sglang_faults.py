@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from test_vllm_server import SPEC as OTHER
 
 from extract import spool
 from extract.config import Server
-from extract.engines import sglang
+from extract.engines import servers, sglang
 from extract.engines.base import EngineError, EngineGone
+from extract.engines.servers import OwnServers
 from extract.engines.sglang import SglangEngine
-from extract.pipeline import LazyEngine, capture_all
+from extract.lazy import LazyEngine
+from extract.pipeline import capture_all
 from extract.retry import Failure, Patience
 from extract.samples import Sample
 from extract.store import create_or_resume, open_store
@@ -29,9 +32,19 @@ PROMPTS = [[10 * n + place % 7 for place in range(5 + 3 * n)] for n in range(1, 
 """Prompt n holds the id 10 n, and no other does."""
 
 
+def fake_server(site, memory, faults="", **settings):
+    """Its settings; a keyword with __ replaces one below server.capture."""
+    base = config("server=sglang", script="extract").server
+    told = vars(base) | {"python": sys.executable, "env": {"PYTHONPATH": str(site), "FAKE": faults},
+                         "start_timeout_s": 30.0, "request_timeout_s": 5.0}  # fmt: skip
+    capture = vars(base.capture) | {"spool": str(memory), "spool_mib": 1, "concurrency": 4}
+    capture |= {key.removeprefix("capture__"): settings.pop(key) for key in list(settings) if "__" in key}
+    return Server(**told | settings | {"capture": base.capture.__class__(**capture)})
+
+
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
-    """Engines on fake servers; a keyword with __ replaces a setting below server.capture."""
+    """Engines on fake servers; see `fake_server`."""
     site = installed(tmp_path / "site")
     memory = tmp_path / "memory"
     memory.mkdir()
@@ -40,15 +53,12 @@ def opened(tmp_path, monkeypatch):
     engines = []
 
     def start(faults="", **settings):
-        base = config("server=sglang", script="extract").server
-        told = vars(base) | {"python": sys.executable, "env": {"PYTHONPATH": str(site), "FAKE": faults},
-                             "start_timeout_s": 30.0, "request_timeout_s": 5.0}  # fmt: skip
-        capture = vars(base.capture) | {"spool": str(memory), "spool_mib": 1, "concurrency": 4}
-        capture |= {key.removeprefix("capture__"): settings.pop(key) for key in list(settings) if "__" in key}
-        told |= settings | {"capture": base.capture.__class__(**capture)}
+        server = fake_server(site, memory, faults, **settings)
         engines.append(
-            SglangEngine(SPEC, Server(**told), version="0.5.23", capture_layers=LAYERS, dtype=torch.float32, env={},
-                         log_dir=tmp_path / "log")
+            SglangEngine(
+                SPEC, OwnServers("own", SPEC, server, version="0.5.23", capture_layers=LAYERS, dtype="float32",
+                                 env={}, log_dir=tmp_path / "log"),
+                capture_layers=LAYERS, dtype=torch.float32)
         )  # fmt: skip
         return engines[-1]
 
@@ -115,11 +125,11 @@ def test_one_that_kills_the_server_is_given_up_and_the_others_are_captured(opene
     engine.capture(PROMPTS[7:8])
     results = Patience().run(engine.capture, PROMPTS[:5])
     assert [isinstance(result, Failure) for result in results] == [False, False, True, False, False]
-    assert "exit code 137 (SIGKILL)" in results[2].reason and 3 <= engine.restarts <= sglang.RESTARTS
+    assert "exit code 137 (SIGKILL)" in results[2].reason and 3 <= engine.servers.restarts <= servers.RESTARTS
 
 
 def test_servers_that_die_again_and_again_end_the_job_and_blame_no_sample(opened, monkeypatch):
-    monkeypatch.setattr(sglang, "RESTARTS", 1)
+    monkeypatch.setattr(servers, "RESTARTS", 1)
     engine = opened("dies_at=4")
     patience = Patience()
     with pytest.raises(EngineGone, match=r"1 servers were started in place of others; (?s:.*)SIGKILL"):
@@ -147,10 +157,12 @@ def test_one_that_hangs_is_started_again_for_the_others(opened):
     engine.capture(PROMPTS[7:8])
     results = Patience(attempts=2).run(engine.capture, PROMPTS[:4])
     assert [isinstance(result, Failure) for result in results] == [False, False, True, False]
-    assert 2 <= engine.restarts <= sglang.RESTARTS
+    assert 2 <= engine.servers.restarts <= servers.RESTARTS
 
 
-def test_a_stranger_on_the_port_is_named_and_gets_no_prompt(opened, monkeypatch):
+@contextmanager
+def stranger():
+    """A server that answers {} to whatever it is asked: its address, and what it was asked."""
     asked = []
 
     class Stranger(BaseHTTPRequestHandler):
@@ -166,12 +178,17 @@ def test_a_stranger_on_the_port_is_named_and_gets_no_prompt(opened, monkeypatch)
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
-        threading.Thread(target=stranger.serve_forever, daemon=True).start()
-        monkeypatch.setattr("extract.engines.sglang_server.free_port", lambda: stranger.server_address[1])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        server.shutdown()
+
+
+def test_a_stranger_on_the_port_is_named_and_gets_no_prompt(opened, monkeypatch):
+    with stranger() as (url, asked):
+        monkeypatch.setattr("extract.engines.sglang_server.free_port", lambda: int(url.rpartition(":")[2]))
         with pytest.raises(EngineGone, match=r"a stranger answers on .*/v1/models gave 200|Address already in use"):
             opened().capture(PROMPTS)
-        stranger.shutdown()
     assert set(asked) <= {"/health", "/v1/models"}
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ from tiny_job import SUBJECTS, settings, write_prompts
 
 from eagle3.config import ConfigError, typed
 from extract.engines.sglang_command import check_flags, data_parallel_groups, sglang_command
+from extract.engines.standby import hold_capture_server
+from extract.layers import default_capture_layers
 from extract.store import open_store
+from extract.verifier import resolve_verifier
 from tests.composed import changed
 from tests.test_vllm_server import SPEC
 
@@ -72,7 +76,7 @@ def test_a_dry_run_shows_both_command_lines_and_starts_nothing(job, tmp_path):
     "die",
     [
         ("extract.journal:Journal.append", 2, "after"),
-        ("extract.spool:Spool.take", 4, "before"),
+        ("extract.spool:Parts.take", 4, "before"),
         ("extract.store_writer:StoreWriter.flush", 1, "after"),
         ("extract.engines.sglang:SglangEngine.recheck", 1, "before"),
     ],
@@ -89,6 +93,19 @@ def test_killed_anywhere_the_same_command_goes_on_and_leaves_nothing(job, tmp_pa
     assert len(store.samples) >= len(SUBJECTS) and is_clean(tmp_path)
     if die[0].startswith("extract.spool"):
         assert "server/respond/server.log" not in done.output, "what was answered is not asked again"
+
+
+def test_killed_before_the_last_pass_no_server_is_started_again(job, tmp_path):
+    killed("extract.py", *job, cwd=tmp_path, die=("extract.stages:teach_all", 1, "before"))
+    done = succeed("extract.py", *job, cwd=tmp_path)
+    assert "starting a server" not in done.output and is_clean(tmp_path)
+    assert open_store(tmp_path / "store", need_teacher=True, need_complete=True).manifest["probes"]["restarts"] == 0
+
+
+def test_the_server_starts_while_the_capture_is_planned_and_ends_with_it(job, tmp_path):
+    done = run("extract.py", *job, cwd=tmp_path, die=("extract.stages:require_supervision", 1, "ctrl-c"))
+    assert done.code == 130 and (tmp_path / "store" / "server" / "capture" / "command.txt").exists(), done.output
+    assert is_clean(tmp_path)
 
 
 @pytest.mark.parametrize(("life", "request_"), [("respond", 3), ("capture", 13)])
@@ -118,6 +135,46 @@ def test_a_job_whose_rows_never_come_fails_and_its_journal_is_kept(job, tmp_path
     assert done.code == 1 and "NaN or inf" in done.output, done.output
     assert len(responses(tmp_path).splitlines()) == 2 * len(SUBJECTS)
     assert not json.loads((tmp_path / "store" / "manifest.json").read_text())["complete"] and is_clean(tmp_path)
+
+
+def test_of_two_replicas_one_is_lost_and_the_job_is_done_and_tells_it(job, tmp_path):
+    told = ("server.replicas=2", "server.env.CUDA_VISIBLE_DEVICES='4,7'", "server.env.FAKE='on=7,nan_at=1'")
+    done = succeed("extract.py", *job, *told, cwd=tmp_path)
+    assert "replica1islost,1of2goon:" in done.words() and "servers2,1ofthemlost" in done.words()
+    store = open_store(tmp_path / "store", need_teacher=True, need_complete=True)
+    assert (store.manifest["probes"]["servers"], store.manifest["probes"]["servers_lost"]) == (2, 1)
+    assert store.manifest["counts"]["quarantined"] == 0 and len(store.samples) >= len(SUBJECTS)
+    for number, device in enumerate("47"):
+        for life in ("respond", "capture"):
+            line = (tmp_path / "store" / "server" / f"replica_{number}" / life / "command.txt").read_text()
+            assert f"CUDA_VISIBLE_DEVICES={device} " in line
+    assert is_clean(tmp_path)
+
+
+def test_an_extraction_on_held_servers_is_killed_and_goes_on_and_they_live(job, tmp_path):
+    spec = resolve_verifier(
+        str(tmp_path / "v"), name="tiny", cache_dir=tmp_path, chat_template=None, trust_remote_code=False
+    )
+    server = config(*job[:-1], f"server.env.PYTHONPATH={tmp_path / 'site'}", script="extract").server
+    with ExitStack() as stack:
+        held = [
+            stack.enter_context(hold_capture_server(
+                spec, server, capture_layers=default_capture_layers(spec.num_layers), dtype="float32", env={},
+                log_dir=tmp_path / f"held_{number}"))
+            for number in range(2)
+        ]  # fmt: skip
+        told = [*job[:-1], f"server.urls=[{','.join(one.url for one in held)}]"]
+        before = ours(tmp_path)
+        killed("extract.py", *told, cwd=tmp_path, die=("extract.spool:Parts.take", 6, "before"))
+        answered = responses(tmp_path)
+        done = succeed("extract.py", *told, cwd=tmp_path)
+        assert responses(tmp_path) == answered and "servers2,0ofthemlost" in done.words()
+        assert ours(tmp_path) == before and len(before) >= 2, "they were neither ended nor started again"
+        assert not (tmp_path / "store" / "server").exists()
+        assert all(not list((one.folder / "parts").iterdir()) for one in held)
+    store = open_store(tmp_path / "store", need_teacher=True, need_complete=True)
+    assert store.manifest["counts"]["quarantined"] == 0 and store.manifest["engine"]["version"] == "0.5.23"
+    assert is_clean(tmp_path)
 
 
 def command(life, version="0.5.23", flags=None, capture=None):

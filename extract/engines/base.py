@@ -91,6 +91,14 @@ class Rechecks(Protocol):
         """
 
 
+@runtime_checkable
+class Prepares(Protocol):
+    """An engine that takes long to get ready for `capture`, and can do so while others work."""
+
+    def prepare_capture(self) -> None:
+        """Returns when it is ready; raises what `capture` would."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """One greedy answer of a server. The last two are empty where it decodes without a drafter."""

@@ -1,7 +1,6 @@
-"""SGLang as an engine, stock and unpatched: answers from one server, then states from another, one after the other.
+"""SGLang as an engine, stock and unpatched: what is asked of a server, and what is believed of its answers.
 
-Answers want prefix cache and CUDA graphs, which spoil states; so each has a server of its own, started when it is first
-needed. A server that dies or hangs is started again a few times: a request that does it every time is given up.
+Which server that is, and what happens when it dies, is the business of `extract.engines.servers`.
 """
 
 import itertools
@@ -9,24 +8,22 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from extract.config import Server
 from extract.engines.base import Captured, EngineError, EngineGone, Generated, SomeFailed
+from extract.engines.servers import Servers
 from extract.engines.sglang_answers import read_answer, read_logprobs
-from extract.engines.sglang_command import Life, data_parallel_groups
-from extract.engines.sglang_server import SglangServer, open_sglang
-from extract.launcher import ServerDied, ServerError, ServerHung
-from extract.numbering import sglang_layer_ids
+from extract.engines.sglang_command import Life
+from extract.engines.sglang_server import SglangServer
 from extract.probe import Probe, Told, probe
-from extract.spool import Budget, Spool, Width
+from extract.spool import Budget, Width
 from extract.verifier import VerifierSpec, load_head
 
 log = logging.getLogger(__name__)
@@ -34,8 +31,6 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-RESTARTS = 5
-"""Servers that are started in place of such as died or hung, in one extraction."""
 SHARE_OF_SPOOL = 0.9
 """Of the bytes that files may take: what lies there unread may never make the server wait for ever."""
 PROBE_TOKENS = 512
@@ -46,8 +41,8 @@ class SglangEngine:
     """See `extract.engines.base.Engine`. Requests of one batch run side by side; several batches may.
 
     Attributes:
+        servers: where its requests go.
         probes: figures of the probes, by name.
-        restarts: servers started again so far.
     """
 
     name = "sglang"
@@ -55,24 +50,19 @@ class SglangEngine:
     """Batches to hand over at once, so that the server never runs dry between two."""
 
     def __init__(
-        self, spec: VerifierSpec, server: Server, *, version: str, capture_layers: Sequence[int], dtype: torch.dtype,
-        env: Mapping[str, str], log_dir: Path,
-    ) -> None:  # fmt: skip
-        assert server.capture is not None, "checked by Server"
-        self.spec, self.server, self.version, self.dtype = spec, server, version, dtype
+        self, spec: VerifierSpec, servers: Servers, *, capture_layers: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self.spec, self.servers, self.version, self.dtype = spec, servers, servers.version, dtype
         self.capture_layers = list(capture_layers)
-        self.layer_ids = sglang_layer_ids(spec.model_type, version, capture_layers)
         self.probes: dict[str, Any] = {}
-        self.restarts = 0
-        self._env, self._log_dir = env, log_dir
-        self._prefix, self._numbers = f"hs-{secrets.token_hex(4)}-", itertools.count()
+        self._answers, self._numbers = f"re-{secrets.token_hex(4)}-", itertools.count()
         self._width = Width((len(self.capture_layers) + 1) * spec.hidden_size, dtype)
-        self._pool = ThreadPoolExecutor(server.capture.concurrency, thread_name_prefix="sglang")
-        self._budget = Budget(int(SHARE_OF_SPOOL * (server.capture.spool_mib << 20)))
-        self._running: tuple[Life, SglangServer, Spool | None] | None = None
+        self._pool = ThreadPoolExecutor(servers.concurrency, thread_name_prefix="sglang")
+        self._budget = Budget(int(SHARE_OF_SPOOL * servers.budget_bytes))
         self._starting = threading.Lock()
+        self._proven: SglangServer | None = None
         self._probed: Sequence[int] | None = None
-        self._closed = False
+        self._gone: str | None = None
 
     def capture(self, batch: Sequence[Sequence[int]]) -> list[Captured]:
         """One request a sequence; see `Engine.capture`. The first call starts the server and probes it.
@@ -124,80 +114,42 @@ class SglangEngine:
         coarser = max(dtype, self.dtype, key=lambda d: torch.finfo(d).eps)
         # What was stored is what gets trained on, so its log-probabilities are the ones to be rebuilt.
         self._note("stored", [(a, b) for a, b, _ in again], [told for *_, told in again], coarser)
-        return self.probes | {"restarts": self.restarts}
+        return self.probes | {"restarts": self.servers.restarts}
+
+    def prepare_capture(self) -> None:
+        """Starts the server that captures, which the first batch will probe; see `extract.engines.base.Prepares`."""
+        with self._starting_or_gone():
+            self.servers.serve("capture")
 
     def close(self) -> None:
-        """Ends the server that runs or starts, and all requests with it; its folder in memory is gone too."""
-        self._closed = True
-        self._stop()
+        """Ends all requests, and the server that runs or starts with its folder in memory, unless it is another's."""
+        self._gone = self._gone or "the engine is closed"
+        self.servers.close()
         self._pool.shutdown(cancel_futures=True)
 
-    def _now(self) -> tuple[SglangServer, Spool | None]:
-        """What runs at this moment; another batch may be about to start it again."""
-        running = self._running
-        if running is None:
-            raise ServerError("the server is being started again")
-        return running[1:]
-
-    def _stop(self) -> None:
-        if self._running is not None:
-            _, server, spool = self._running
-            self._running = None
-            server.close()
-            if spool is not None:
-                spool.close()
-
     def _serve(self, life: Life, batch: Sequence[Sequence[int]]) -> None:
-        """The server of this life runs, and takes sequences of these lengths."""
-        with self._starting:
-            if self._closed:
-                raise EngineGone("the engine is closed, or could not be started")
-            if self._running is None or self._running[0] != life or self._died():
-                self._stop()
-                try:
-                    self._start(life, batch)
-                except EngineError as error:
-                    self._closed = True  # batches that wait here must not try it again
-                    self._stop()
-                    raise EngineGone(str(error)) from error
+        """The server of this life runs, is proven, and takes sequences of these lengths."""
+        with self._starting_or_gone():
+            server = self.servers.serve(life)
+            if life == "capture" and server is not self._proven:
+                # Always the same text: after a death it must not be the one that killed the server.
+                self._probed = self._probed or max(batch, key=len)
+                self._probe_start(self._probed)
+                self._proven = server
         self._check_lengths(batch)
 
-    def _died(self) -> bool:
-        """Whether the server that runs has ended or hangs; EngineGone if that has happened too often."""
-        assert self._running is not None
-        try:
-            self._running[1].alive()
-        except (ServerDied, ServerHung) as error:
-            if self.restarts >= RESTARTS:
-                raise EngineGone(f"{self.restarts} servers were started in place of others; {error}") from error
-            self.restarts += 1
-            log.warning("started again (%d of at most %d times): %s", self.restarts, RESTARTS, error)
-            return True
-        return False
-
-    def _start(self, life: Life, batch: Sequence[Sequence[int]]) -> None:
-        spool = self._told_spool() if life == "capture" else None
-        try:
-            server = open_sglang(
-                self.server, self.spec, life, dtype=str(self.dtype).removeprefix("torch."), env=self._env,
-                log_dir=self._log_dir / life, spool=spool, wanted=lambda: not self._closed,
-            )  # fmt: skip
-        except BaseException:
-            if spool is not None:
-                spool.close()
-            raise
-        self._running = life, server, spool
-        if spool is not None:
-            # Always the same text: after a death it must not be the one that killed the server.
-            self._probed = self._probed or max(batch, key=len)
-            self._probe_start(self._probed)
-
-    def _told_spool(self) -> Spool:
-        assert self.server.capture is not None
-        spool = Spool(Path(self.server.capture.spool), budget_bytes=self.server.capture.spool_mib << 20)
-        groups, _ = data_parallel_groups(self.server)
-        spool.tell(layers=self.capture_layers, layer_ids=self.layer_ids, prefix=self._prefix, groups=groups)
-        return spool
+    @contextmanager
+    def _starting_or_gone(self) -> Iterator[None]:
+        """One thread at a time is inside; whatever fails there is not tried again by others that wait."""
+        with self._starting:
+            if self._gone is not None:
+                raise EngineGone(self._gone)
+            try:
+                yield
+            except EngineError as error:
+                self._gone = str(error)
+                self.servers.close()
+                raise EngineGone(self._gone) from error
 
     def _side_by_side(self, one: Callable[[Item], Result], batch: Sequence[Item]) -> list[Result]:
         """Results in order, after all requests have ended, so that none outlives its batch; SomeFailed for errors."""
@@ -219,9 +171,9 @@ class SglangEngine:
 
     def _captured(self, ids: Sequence[int], options: Mapping[str, Any]) -> tuple[Captured, dict[str, Any]]:
         """States of one sequence, and the answer that came with them."""
-        server, spool = self._now()
+        server, spool = self.servers.now()
         assert spool is not None
-        rid = f"{self._prefix}{next(self._numbers)}"
+        rid = f"{self.servers.prefix}{next(self._numbers)}"
         with self._budget.of(self._width.bytes_of(len(ids))):
             spool.sweep()
             began = time.monotonic()
@@ -252,14 +204,14 @@ class SglangEngine:
         return states
 
     def _generate(self, ids: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        rid = f"{self._prefix}{next(self._numbers)}"
-        return self._now()[0].ask(
+        rid = f"{self._answers}{next(self._numbers)}"  # a server that captures must not take it for one of those
+        return self.servers.now()[0].ask(
             "POST", "/generate", {"input_ids": list(ids), "rid": rid, "sampling_params": dict(sampling)}
         )
 
     def _probe_start(self, longest: Sequence[int]) -> None:
         """Before the bulk: one prompt of more than two cache pages, sent twice, is there twice and true."""
-        server, _ = self._now()
+        server, _ = self.servers.now()
         wanted = min(max(PROBE_TOKENS, 2 * server.page_size + 1), server.max_input)
         ids = (list(longest) * (wanted // len(longest) + 1))[:wanted]
         first, _ = self._captured(ids, {})
@@ -283,7 +235,7 @@ class SglangEngine:
                 )
 
     def _check_lengths(self, batch: Sequence[Sequence[int]]) -> None:
-        most = self._now()[0].max_input
+        most = self.servers.now()[0].max_input
         if (longest := max(map(len, batch))) > most:
             raise ValueError(
                 f"a sequence of {longest} tokens is longer than the {most} that this server takes; lower "

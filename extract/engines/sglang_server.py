@@ -5,9 +5,11 @@ import logging
 import re
 import secrets
 import shlex
+import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -22,9 +24,9 @@ from extract.engines.sglang_command import (
     sglang_command,
     unknown_flags,
 )
-from extract.launcher import Launched, ServerDied, ServerError, ServerHung, free_port, launch
+from extract.launcher import ServerDied, ServerError, ServerHung, free_port, launch
 from extract.phases import Phases
-from extract.spool import Spool
+from extract.spool import Parts, Spool
 from extract.verifier import VerifierSpec
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def open_sglang(
     python, version = installed_sglang(server)
     name, port = f"{spec.name}-{secrets.token_hex(4)}", free_port()
     command = sglang_command(python, spec, server, life, port=port, name=name, dtype=dtype, version=version)
-    client, log_file = _client(port, server.request_timeout_s), log_dir / "server.log"
+    client, log_file = client_of(f"http://127.0.0.1:{port}", server.request_timeout_s), log_dir / "server.log"
     try:
         launched = launch(
             command, server_environment(server, env, spool), log_file,
@@ -93,10 +95,11 @@ def open_sglang(
     return opened
 
 
-def _client(port: int, timeout_s: float) -> httpx.Client:
+def client_of(url: str, timeout_s: float) -> httpx.Client:
+    """For as many requests at once as there are threads."""
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would tell of every request
     return httpx.Client(
-        base_url=f"http://127.0.0.1:{port}",
+        base_url=url,
         timeout=timeout_s,
         trust_env=False,  # a proxy has no part in this
         # A connection for each request: one that is kept for the next may be closed by the server at that very moment.
@@ -146,6 +149,19 @@ def is_ready(client: httpx.Client, name: str, wanted: Callable[[], bool]) -> boo
     )
 
 
+class Process(Protocol):
+    """What there is to know and to do about a server's process; `extract.launcher.Launched` is one of our own."""
+
+    def death(self, within_s: float = 0.0) -> ServerDied | None:
+        """The error to raise if it has ended, or does so within that time."""
+
+    def told(self, what: str) -> str:
+        """`what`, with the end of its log."""
+
+    def stop(self) -> None:
+        """Ends it, if that is ours to do."""
+
+
 class SglangServer:
     """A running SGLang; a context manager that ends it. Several threads may ask at once.
 
@@ -154,11 +170,13 @@ class SglangServer:
         hung: the error of the first request that was not answered in time.
     """
 
-    def __init__(self, launched: Launched, client: httpx.Client, *, name: str) -> None:
+    def __init__(self, launched: Process, client: httpx.Client, *, name: str) -> None:
         self._launched, self._client, self.name = launched, client, name
         self.info: dict[str, Any] = {}
         self.hung: ServerHung | None = None
         self._stopped = False
+        self._connecting, self._sockets = threading.Lock(), list[socket.socket]()
+        client.event_hooks = {"request": [self._watch]}
 
     def __enter__(self) -> "SglangServer":
         return self
@@ -167,9 +185,18 @@ class SglangServer:
         self.close()
 
     def close(self) -> None:
-        """Ends it; requests under way break off. Their connections are closed with the last of them."""
+        """Ends it, if it is ours; requests under way break off. Connections are closed with the last of them."""
         self._stopped = True
         self._launched.stop()
+        with self._connecting:
+            for connected in self._sockets:
+                with contextlib.suppress(OSError):  # it is closed already
+                    connected.shutdown(socket.SHUT_RDWR)  # a thread that waits for an answer wakes up
+
+    @property
+    def url(self) -> str:
+        """Where it listens, without a slash at the end."""
+        return str(self._client.base_url).rstrip("/")
 
     @property
     def page_size(self) -> int:
@@ -186,15 +213,17 @@ class SglangServer:
         self.info = self.ask("GET", "/server_info")
         if (said := self.info["version"]) != version:
             raise ServerError(self._launched.told(f"the server is SGLang {said}, and {server.python} has {version}"))
-        if spool is None:
-            return
+        if spool is not None:
+            self.check_capture(*data_parallel_groups(server), spool)
+
+    def check_capture(self, groups: int, ranks: int, parts: Parts) -> None:
+        """ServerError unless all flags and all ranks are as capture needs them."""
         wrong = {
             key: self.info[key] for key, right in MUST_BE.items() if key in self.info and self.info[key] not in right
         }
         if wrong:
             raise ServerError(self._launched.told(f"the server runs with {wrong}, which would spoil the capture"))
-        groups, ranks = data_parallel_groups(server)
-        ready = spool.ready()
+        ready = parts.ready()
         writers = sum(word["writes"] for word in ready)
         if len(ready) != ranks or writers < groups:
             raise ServerError(
@@ -227,6 +256,8 @@ class SglangServer:
             self.hung = self.hung or ServerHung(self._launched.told(hung))
             raise (self._launched.death() or self.hung) from error
         except httpx.TransportError as error:
+            if self._stopped:
+                raise ServerError(f"the server was stopped while it worked on {path}") from error
             broke = f"the server broke off {path} ({error})"
             raise (self._launched.death(DYING_S) or ServerError(self._launched.told(broke))) from error
         if response.status_code >= 500:
@@ -241,3 +272,13 @@ class SglangServer:
         with contextlib.suppress(httpx.HTTPError, ServerError):
             self.alive()
             self._client.post("/abort_request", json={"rid": rid}, timeout=HEALTH_TIMEOUT_S)
+
+    def _watch(self, request: httpx.Request) -> None:
+        request.extensions["trace"] = self._connected
+
+    def _connected(self, event: str, info: Mapping[str, Any]) -> None:
+        """Keeps the sockets of all connections; httpx tells of each."""
+        if event == "connection.connect_tcp.complete":
+            with self._connecting:
+                opened = [old for old in self._sockets if old.fileno() >= 0]
+                self._sockets = [*opened, info["return_value"].get_extra_info("socket")]
