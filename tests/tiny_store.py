@@ -13,10 +13,11 @@ LAYERS = [1, 2, 4]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def manifest(*, dtype: str = "bfloat16", **must_match: object) -> dict:
+def manifest(*, dtype: str = "bfloat16", codec: str = "none", **must_match: object) -> dict:
     return {
         "last": "post_norm",
         "dtype": dtype,
+        "codec": codec,
         "capture_layers": LAYERS,
         "hidden_size": HIDDEN,
         "must_match": {"verifier": {"sha256": "v1"}, "max_len": 64, **must_match},
