@@ -43,9 +43,11 @@ def samples(lengths: Iterable[int], *, dtype: str = "bfloat16") -> list[StoredSa
     return [sample(number, tokens, dtype=dtype) for number, tokens in enumerate(lengths)]
 
 
-def write_store(path: Path, what: Sequence[StoredSample], *, shard_bytes: int = 2000, dtype: str = "bfloat16") -> None:
+def write_store(
+    path: Path, what: Sequence[StoredSample], *, shard_bytes: int = 2000, dtype: str = "bfloat16", codec: str = "none"
+) -> None:
     """A complete store of these samples; what is on disk already is left as it is, as a resumed extraction does."""
-    with create_or_resume(path, manifest(dtype=dtype), shard_bytes=shard_bytes) as writer:
+    with create_or_resume(path, manifest(dtype=dtype, codec=codec), shard_bytes=shard_bytes) as writer:
         for one in what:
             if one.id not in writer.done:
                 writer.add(one)
