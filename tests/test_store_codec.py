@@ -1,6 +1,7 @@
 """Captured states in eight bits: how far they may be off, and that no store is read as what it is not."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from safetensors import safe_open
 from tiny_store import HIDDEN, LAYERS, manifest, sample, samples, write_store
 
 from extract import store_codec
+from extract.engines.base import Captured, EngineError
+from extract.probe import Told, probe
 from extract.store import bytes_per_token, create_or_resume, open_store, verify
 from extract.store_codec import FP8, FP8_MAX, SMALLEST_SCALE, decode, encode
 from extract.teacher import teacher_pass
@@ -180,3 +183,16 @@ def test_a_damaged_store_is_mended_in_its_codec(tmp_path):
     place = {ref.id: ref for ref in store.samples}
     for one, aux in zip(WHAT, before, strict=True):
         assert torch.equal(store.read(place[one.id], ("aux",))["aux"], aux)
+
+
+def test_a_proof_of_stored_states_allows_for_the_codec_and_for_no_more():
+    truth = Captured(torch.randn(20, 3 * 64), torch.randn(20, 64))
+    head = torch.zeros(5, 64)
+    told = Told(torch.zeros(19, dtype=torch.int64), torch.full((19,), -math.log(5)))
+    stored = Captured(decode(*encode(truth.aux, 3), torch.float32), truth.last)
+    assert 0.01 < probe([(truth, stored)], [told], head, FP8).states_max_difference < 1 / 16
+    with pytest.raises(EngineError, match=r"allowed in torch\.float32"):
+        probe([(truth, stored)], [told], head, torch.float32)
+    with pytest.raises(EngineError, match=r"allowed in torch\.float8_e4m3fn"):
+        probe([(truth, Captured(1.2 * stored.aux, truth.last))], [told], head, FP8)
+    assert max(FP8, torch.bfloat16, torch.float32, key=lambda dtype: torch.finfo(dtype).eps) == FP8
