@@ -50,8 +50,8 @@ def bare_forward(model: PreTrainedModel, samples: Sequence[Sample], batch_tokens
 
 
 def capture(engine: InProcessEngine, samples: Sequence[Sample], batch_tokens: int, tokens: int) -> float:
-    manifest = {"last": "post_norm", "dtype": "bfloat16", "capture_layers": list(engine.capture_layers),
-                "hidden_size": engine.spec.hidden_size, "must_match": {}}  # fmt: skip
+    manifest = {"last": "post_norm", "dtype": "bfloat16", "codec": "none", "must_match": {},
+                "capture_layers": list(engine.capture_layers), "hidden_size": engine.spec.hidden_size}  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         began = time.monotonic()
         with create_or_resume(Path(directory), manifest, shard_bytes=64 << 20) as writer:

@@ -105,7 +105,7 @@ def prefill_alone(engine: SglangEngine, samples: Sequence[Sample], repeats: int,
 
 def into_a_store(engine: LazyEngine, spec: VerifierSpec, layers: Sequence[int], samples: Sequence[Sample],
                  batch_tokens: int, folder: Path) -> float:  # fmt: skip
-    manifest = {"last": "post_norm", "dtype": "bfloat16", "capture_layers": list(layers),
+    manifest = {"last": "post_norm", "dtype": "bfloat16", "codec": "none", "capture_layers": list(layers),
                 "hidden_size": spec.hidden_size, "must_match": {}}  # fmt: skip
     directory = Path(tempfile.mkdtemp(dir=folder))
     began = time.monotonic()

@@ -192,8 +192,12 @@ class Extraction:
     """Tokens in one capturing forward pass."""
     dtype: Literal["bfloat16", "float32"]
     """Of the stored hidden states."""
+    codec: Literal["none", "fp8"]
+    """Of the captured layers in the store. fp8: e4m3 with a scale a token and layer; the final state
+    keeps `dtype`, so a bf16 store takes 5/8 of the bytes."""
     shard_mib: Annotated[Int, Field(ge=1, le=1024)]
-    """Size of a store shard. After a crash at most one open shard is captured again."""
+    """Size of a store shard. Memory holds three at most: one that fills, two that are written. A crash loses these, and
+    they are captured again."""
 
     def __post_init__(self) -> None:
         if self.temperature == 0 and self.top_p != 1:

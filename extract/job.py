@@ -56,6 +56,7 @@ class Job:
             hidden_size=self.spec.hidden_size,
             num_capture_layers=len(self.capture_layers),
             dtype=self.extraction.dtype,
+            codec=self.extraction.codec,
         )
 
     def journal(self) -> Journal:

@@ -40,6 +40,7 @@ def store_manifest(
     return {
         "last": "post_norm",
         "dtype": extraction.dtype,
+        "codec": extraction.codec,
         "capture_layers": list(capture_layers),
         "hidden_size": spec.hidden_size,
         "verifier": verifier | {"vocab_size": spec.vocab_size, "num_layers": spec.num_layers},

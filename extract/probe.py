@@ -13,13 +13,16 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from extract.engines.base import Captured, EngineError
+from extract.store_codec import FP8
 
 MAX_ROWS = 256
 """Rows whose log-probabilities are rebuilt: over a large vocabulary that is the work of seconds on a CPU."""
-STATE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Of a sequence's states taken twice, relative by norm: kernels sum in another order in another batch."""
-LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-"""Mean difference of a log-probability, in nats: an engine's logits are rounded to its dtype (2^-8 of up to 30)."""
+STATE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, FP8: 5e-2 + 2**-4}
+"""Of a sequence's states taken twice, relative by norm: kernels sum in another order in another batch, and fp8 keeps a
+number to 1/16 of it."""
+LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1, FP8: 2e-1}
+"""Mean difference of a log-probability, in nats: an engine's logits are rounded to its dtype (2^-8 of up to 30), and
+never to fp8."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def probe(
         pairs: states of one sequence each, taken twice.
         told: what the engine says of each.
         head: the verifier's.
-        dtype: the coarser one of those in which states were computed and are stored.
+        dtype: the coarsest one of those in which states were computed and are stored.
 
     Raises:
         EngineError: a difference is above its tolerance; all figures are in the message.

@@ -13,6 +13,7 @@ from extract.prompts import Skipped
 from extract.report import show_capture_plan
 from extract.samples import Sample, require_supervision
 from extract.store import StoreWriter, open_store
+from extract.store_codec import FP8
 from extract.verifier import load_head
 
 PROVEN_SHARE, PROVEN_AT_LEAST = 0.001, 4
@@ -69,7 +70,8 @@ def prove(job: Job, writer: StoreWriter, ids: Sequence[str]) -> None:
     for ref in random.Random(job.sampling.seed).sample(mine, count):
         found = store.read(ref, ("input_ids", "aux", "last"))
         stored.append((found["input_ids"].tolist(), Captured(found["aux"], found["last"])))
-    writer.manifest["probes"] = job.engine.recheck(stored, getattr(torch, job.extraction.dtype))
+    coarsest = FP8 if job.extraction.codec == "fp8" else getattr(torch, job.extraction.dtype)
+    writer.manifest["probes"] = job.engine.recheck(stored, coarsest)
 
 
 def is_proven(writer: StoreWriter) -> bool:

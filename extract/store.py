@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from extract.store_check import check_shard, show, teacher_lines, verify
+from extract.store_codec import decode
 from extract.store_format import (
+    DTYPES,
     INDEX,
     SHARDS,
     SampleRef,
@@ -70,23 +72,29 @@ class Store:
 
         Names: aux [T, A*H] and last [T, H] in the store's dtype, input_ids [T] int32, loss_mask [T] uint8,
         top1 [T] int32 and lse [T] float32. Each tensor is a view into the mapped file, just as large as what
-        was asked for: bytes are read when they are touched, and a write to it never reaches the disk.
+        was asked for: bytes are read when they are touched, and a write to it never reaches the disk. Only aux
+        of a store with a codec is decoded, into memory of its own.
         """
         if isinstance(where, SampleRef):
             where = (where.shard, where.start, where.start + where.tokens)
-        shard, start, stop = where
-        return {name: self._slice(name, shard, start, stop) for name in names}
+        return {name: self._tensor(name, *where) for name in names}
 
     def ids_and_masks(self, ref: SampleRef) -> tuple[Tensor, Tensor]:
         """input_ids [T] int32 and loss_mask [T] uint8 of a sample, without touching its states."""
         tensors = self.read(ref, ("input_ids", "loss_mask"))
         return tensors["input_ids"], tensors["loss_mask"]
 
-    def _slice(self, name: str, shard: int, start: int, stop: int) -> Tensor:
+    def _tensor(self, name: str, shard: int, start: int, stop: int) -> Tensor:
         if name not in TENSORS + TEACHER_TENSORS:
             raise ValueError(f"a store has no tensor {name!r}; it has {', '.join(TENSORS + TEACHER_TENSORS)}")
         if name in TEACHER_TENSORS and not self.has_teacher:
             raise ValueError(f"{self.path}: {name} is not there yet; the teacher pass has not finished")
+        stored = self._slice(name, shard, start, stop)
+        if name != "aux" or self.manifest["codec"] == "none":
+            return stored
+        return decode(stored, self._slice("aux_scale", shard, start, stop), DTYPES[self.manifest["dtype"]])
+
+    def _slice(self, name: str, shard: int, start: int, stop: int) -> Tensor:
         raw, entries = self._map(teacher_name(shard) if name in TEACHER_TENSORS else shard_name(shard))
         entry = entries[name]
         if not 0 <= start < stop <= entry.shape[0]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from extract.progress import closing_table
+from extract.store_codec import FP8
 from extract.store_format import (
     DTYPES,
     INDEX,
@@ -44,14 +45,15 @@ def check_shard(path: Path, line: ShardLine, manifest: dict, *, hashed: bool | N
 
 
 def _expected(line: ShardLine, manifest: dict) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    dtype, hidden = DTYPES[manifest["dtype"]], manifest["hidden_size"]
+    dtype, hidden, layers = DTYPES[manifest["dtype"]], manifest["hidden_size"], len(manifest["capture_layers"])
+    coded = manifest["codec"] == "fp8"
     return {
         "offsets": (torch.int64, (len(line.samples) + 1,)),
         "input_ids": (torch.int32, (line.tokens,)),
-        "aux": (dtype, (line.tokens, len(manifest["capture_layers"]) * hidden)),
+        "aux": (FP8 if coded else dtype, (line.tokens, layers * hidden)),
         "last": (dtype, (line.tokens, hidden)),
         "loss_mask": (torch.uint8, (line.tokens,)),
-    }
+    } | ({"aux_scale": (torch.float32, (line.tokens, layers))} if coded else {})
 
 
 def next_number(path: Path) -> int:
@@ -167,6 +169,7 @@ def show(path: Path) -> int:
             "capture layers",
             f"{manifest['capture_layers']}, hidden size {manifest['hidden_size']}, {manifest['dtype']}",
         ),
+        ("codec", manifest["codec"]),
         ("shards", f"{len(lines)}, {size_text(sum(line.bytes for line in lines))}"),
         ("conversations", f"{len({ref.conversation for ref in refs}):,}"),
         ("samples", f"{len(refs):,}, of which greedy {sum(ref.temperature == 0 for ref in refs):,}"),

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from extract.durable import replace_file, sync
+from extract.store_codec import CODECS
 from extract.store_format import DTYPES, INDEX, MANIFEST
 
-SCHEMA = 1
-FORMAT_KEYS = ("last", "dtype", "capture_layers", "hidden_size")
+SCHEMA = 2
+FORMAT_KEYS = ("last", "dtype", "codec", "capture_layers", "hidden_size")
 """Keys that decide how a shard is read; they must always agree on resume."""
 
 
@@ -21,10 +22,18 @@ def read_manifest(path: Path) -> dict:
         manifest = json.loads(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file}: unreadable ({error}); restore it, or extract into a new directory") from error
+    manifest = _without_codec(manifest)
     check_format(manifest, file)
     if "complete" not in manifest:
         raise ValueError(f"{file}: manifest lacks complete")
     return manifest
+
+
+def _without_codec(manifest: dict) -> dict:
+    """A manifest of schema 1, which knew no codec, in the words of schema 2; any other as it is."""
+    if manifest.get("schema") != 1 or "codec" in manifest:
+        return manifest
+    return {**manifest, "schema": SCHEMA, "codec": "none"}
 
 
 def check_format(manifest: dict, source: Path) -> None:
@@ -40,6 +49,8 @@ def check_format(manifest: dict, source: Path) -> None:
         raise ValueError(f"{source}: last is {manifest['last']!r}, must be 'post_norm' (after the final norm)")
     if manifest["dtype"] not in DTYPES:
         raise ValueError(f"{source}: dtype {manifest['dtype']!r}, must be one of {', '.join(DTYPES)}")
+    if manifest["codec"] not in CODECS:
+        raise ValueError(f"{source}: codec {manifest['codec']!r}, must be one of {', '.join(CODECS)}")
 
 
 def agreed_manifest(path: Path, manifest: dict) -> dict:

@@ -11,16 +11,24 @@ from extract.store_format import DTYPES
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IDS_AND_MASK_BYTES, _TEACHER_BYTES = 4 + 1, 4 + 4
+_FP8_BYTES, _SCALE_BYTES = 1, 4
 
 
 class StoreFull(ValueError):
     """Disk, quota or file size limit is used up. What was acknowledged is safe; run again to go on."""
 
 
-def bytes_per_token(*, hidden_size: int, num_capture_layers: int, dtype: str) -> int:
-    """Bytes on disk of one token: captured layers, last state, id, mask, and the teacher's two numbers."""
-    states = (num_capture_layers + 1) * hidden_size * DTYPES[dtype].itemsize
-    return states + _IDS_AND_MASK_BYTES + _TEACHER_BYTES
+def shard_bytes_per_token(*, hidden_size: int, num_capture_layers: int, dtype: str, codec: str) -> int:
+    """Bytes of one token in a shard: captured layers, last state, id and mask."""
+    last = hidden_size * DTYPES[dtype].itemsize
+    layer = hidden_size * _FP8_BYTES + _SCALE_BYTES if codec == "fp8" else last
+    return num_capture_layers * layer + last + _IDS_AND_MASK_BYTES
+
+
+def bytes_per_token(*, hidden_size: int, num_capture_layers: int, dtype: str, codec: str) -> int:
+    """Bytes on disk of one token: those in its shard, and the teacher's two numbers."""
+    sizes = {"hidden_size": hidden_size, "num_capture_layers": num_capture_layers}
+    return shard_bytes_per_token(**sizes, dtype=dtype, codec=codec) + _TEACHER_BYTES
 
 
 def free_bytes(path: Path) -> int:

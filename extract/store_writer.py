@@ -1,5 +1,7 @@
 """Writes a store: samples are gathered to shards, and every shard that was acknowledged survives kill -9.
 
+Threads write a shard while the next one fills (store_queue.py).
+
 Order of a shard's birth: temporary file, fsync, rename, fsync of the directory, index line, fsync. A shard
 without an index line does not exist. On resume, whatever is torn, cut off or altered is named, set aside
 (*.bad, *.torn) and left out of the index, so that its samples are captured again.
@@ -10,9 +12,9 @@ import json
 import logging
 from collections.abc import Collection
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from extract.durable import replace_file, sync
@@ -30,12 +32,12 @@ from extract.store_format import (
     locked,
     repair_lines,
     replace_lines,
-    shard_name,
     teacher_name,
 )
 from extract.store_manifest import agreed_manifest
-from extract.store_space import StoreFull, told_when_full
-from extract.store_tensors import write_tensors
+from extract.store_queue import AT_ONCE, ShardQueue
+from extract.store_shard import FullShard, write_shard
+from extract.store_space import StoreFull, shard_bytes_per_token, told_when_full
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ _ROWS_A_CHECK = 1024
 def create_or_resume(path: Path, manifest: dict, *, shard_bytes: int) -> "StoreWriter":
     """A writer for a new store, or for one that was begun with the same settings.
 
-    The manifest needs `last` ("post_norm"), `dtype`, `capture_layers`, `hidden_size`, and `must_match`:
+    The manifest needs `last` ("post_norm"), `dtype`, `codec`, `capture_layers`, `hidden_size`, and `must_match`:
     a dict with whatever else must agree on resume. ValueError lists each key that differs, old and new. The
     store stays locked against other writers until `close`. Use it as a context manager.
     """
@@ -54,10 +56,16 @@ def create_or_resume(path: Path, manifest: dict, *, shard_bytes: int) -> "StoreW
 
 
 class StoreWriter:
-    """See create_or_resume. Memory: one shard of samples, which are written from where they are.
+    """See create_or_resume. For one thread; it writes with threads of its own.
+
+    Memory: the samples of three shards, one that fills and two that are written, from where they are. With codec fp8
+    the samples of a shard take up to 1.7 times its bytes, and the codes of the two that are written come on top.
+
+    Whatever keeps a shard from the disk (StoreFull, another OSError) is raised by the next call that adds, flushes,
+    finishes or closes. The samples stay; every later call tries again.
 
     Attributes:
-        done: ids of the samples on disk; those still gathered for the open shard are not in it.
+        done: ids of the samples on disk, index line included; those on their way are not in it.
         quarantined: id -> reason of the samples given up.
         set_aside: what resume found damaged, one sentence each.
     """
@@ -71,7 +79,8 @@ class StoreWriter:
         self.set_aside: list[str] = []
         self._open: list[StoredSample] = []
         self._open_bytes = 0
-        self._open_ids: set[str] = set()
+        self._on_their_way: set[str] = set()
+        """Ids of the samples that were taken and are not in `done`."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(locked(path))
             with told_when_full(path / MANIFEST, 0):
@@ -79,44 +88,60 @@ class StoreWriter:
                 self.manifest = agreed_manifest(path, manifest)
                 self._resume()
             self._lock = stack.pop_all()
+        self._token_bytes = shard_bytes_per_token(
+            hidden_size=self.manifest["hidden_size"], num_capture_layers=len(self.manifest["capture_layers"]),
+            dtype=self.manifest["dtype"], codec=self.manifest["codec"],
+        )  # fmt: skip
+        self._next_number = next_number(path)
+        self._queue = ShardQueue(
+            path, partial(write_shard, codec=self.manifest["codec"], layers=len(self.manifest["capture_layers"]))
+        )
+        self._closed = False
 
     def add(self, sample: StoredSample) -> bool:
         """Take one sample; False if it was quarantined instead (states missing, not finite, or no tokens).
 
-        The tensors are kept, not copied, until their shard is written, unless they are views of something
-        larger. ValueError for what no sample may have: an id that is there already, another dtype or width.
+        The tensors are kept, not copied, until their shard is on disk, unless they are views of something larger: do
+        not change them. Waits while two full shards are not on disk yet. ValueError for what no sample may have: an
+        id that is there already, another dtype or width.
         """
+        self._acknowledge(AT_ONCE)
         self._check_form(sample)
         if (reason := _fault(sample)) is not None:
             self.quarantine(sample.id, reason)
             return False
-        num_bytes = sample.aux.nbytes + sample.last.nbytes + 5 * len(sample.input_ids)
+        num_bytes = len(sample.input_ids) * self._token_bytes
         if self._open and self._open_bytes + num_bytes > self._shard_bytes:
-            self.flush()
+            self._hand_over()
         self._open.append(_detached(sample))
-        self._open_ids.add(sample.id)
+        self._on_their_way.add(sample.id)
         self._open_bytes += num_bytes
         if self._open_bytes >= self._shard_bytes:
-            self.flush()
+            self._hand_over()
         return True
 
     def flush(self) -> None:
-        """Write the open shard. StoreFull if it does not fit: it stays open, and flush may be tried again."""
-        if not self._open:
-            return
+        """Returns when all samples are on disk. StoreFull if they do not fit: they stay, and it may be tried again."""
+        if self._open:
+            self._hand_over()
+        self._acknowledge(0)
+
+    def _hand_over(self) -> None:
+        """The open shard goes to be written, as soon as there is room for it."""
+        self._acknowledge(AT_ONCE - 1)
         if self.manifest["complete"]:
             self._write_manifest(complete=False)
-        file = self.path / SHARDS / shard_name(next_number(self.path))
-        with told_when_full(file, self._open_bytes):
-            line = self._write_shard(file)
-            try:
-                append_line(self.path / INDEX, asdict(line))
-            except OSError:
-                file.unlink()
-                raise
-        self._lines.append(line)
-        self.done |= self._open_ids
-        self._open, self._open_bytes, self._open_ids = [], 0, set()
+        self._queue.put(FullShard(self._next_number, tuple(self._open), self._open_bytes))
+        self._next_number += 1
+        self._open, self._open_bytes = [], 0
+
+    def _acknowledge(self, most: int) -> None:
+        """Takes note of what is on disk; waits until at most `most` shards are not."""
+        for shard, line in self._queue.finished(most):
+            self._lines.append(line)
+            ids = {sample.id for sample in shard.samples}
+            self.done |= ids
+            self._on_their_way -= ids
 
     def quarantine(self, id: str, reason: str) -> None:
         """Give a sample up, on record."""
@@ -138,22 +163,29 @@ class StoreWriter:
 
     def close(self) -> None:
         """Write what is open and let go of the lock; harmless when called twice."""
+        if self._closed:
+            return
         try:
             self.flush()
         finally:
-            self._lock.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._closed = True
+        self._queue.close()  # no other writer may come in while a thread of this one still writes
+        self._lock.close()
 
     def __enter__(self) -> "StoreWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is StoreFull:
-            self._lock.close()
+            self._let_go()
         else:
             self.close()
 
     def _check_form(self, sample: StoredSample) -> None:
-        if sample.id in self.done or sample.id in self._open_ids:
+        if sample.id in self.done or sample.id in self._on_their_way:
             raise ValueError(f"{self.path}: sample {sample.id} is stored already; ids must be unique")
         hidden, layers = self.manifest["hidden_size"], len(self.manifest["capture_layers"])
         wanted = DTYPES[self.manifest["dtype"]]
@@ -163,29 +195,6 @@ class StoreWriter:
                     f"sample {sample.id}: {name} is {states.dtype} {list(states.shape)} on {states.device}; "
                     f"the store takes {wanted} [tokens, {width}] on cpu"
                 )
-
-    def _write_shard(self, file: Path) -> ShardLine:
-        samples = self._open
-        lengths = [len(sample.input_ids) for sample in samples]
-        tensors = {
-            "offsets": [torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)],
-            "input_ids": [torch.tensor(sample.input_ids, dtype=torch.int32) for sample in samples],
-            "aux": [sample.aux for sample in samples],
-            "last": [sample.last for sample in samples],
-            "loss_mask": [torch.tensor(sample.loss_mask, dtype=torch.uint8) for sample in samples],
-        }
-        num_bytes, sha256 = write_tensors(file, tensors)
-        entries = tuple(
-            {
-                "id": sample.id,
-                "conversation": sample.conversation,
-                "tokens": len(sample.input_ids),
-                "temperature": sample.temperature,
-                "supervised": sum(sample.loss_mask),
-            }
-            for sample in samples
-        )
-        return ShardLine(file.name, num_bytes, sha256, file.stat().st_mtime_ns, sum(lengths), entries)
 
     def _resume(self) -> None:
         """Bring index, shards and quarantine of an earlier run to agreement; set aside what is damaged."""

@@ -30,9 +30,9 @@ def sample(number: int, length: int, *, prompt: int = 2, temperature: float = 0.
     )
 
 
-def make_store(path: Path, samples: list[StoredSample], *, teacher: bool = True) -> Store:
-    manifest = {"last": "post_norm", "dtype": "float32", "capture_layers": [1, 2, 3], "hidden_size": HIDDEN}
-    manifest["must_match"] = {}
+def make_store(path: Path, samples: list[StoredSample], *, teacher: bool = True, codec: str = "none") -> Store:
+    manifest = {"last": "post_norm", "dtype": "float32", "codec": codec, "capture_layers": [1, 2, 3],
+                "hidden_size": HIDDEN, "must_match": {}}  # fmt: skip
     with create_or_resume(path, manifest, shard_bytes=4000) as writer:
         for one in samples:
             assert writer.add(one)

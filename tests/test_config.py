@@ -198,13 +198,14 @@ def test_every_extraction_setting_that_decides_the_samples_is_in_the_manifest(tm
     base = dataclasses.replace(config().extraction, prompts=str(files[0]), temperature=1.0)
     other = {
         "prompts": str(files[1]), "limit": 3, "system_prompt": "Be brief.", "responses": "keep",
-        "max_new_tokens": 7, "temperature": 0.5, "top_p": 0.5, "max_len": 64, "dtype": "float32", "split": "test",
+        "max_new_tokens": 7, "temperature": 0.5, "top_p": 0.5, "max_len": 64, "dtype": "float32", "codec": "fp8",
+        "split": "test",
     }  # fmt: skip
     harmless = {"concurrency", "capture_tokens", "shard_mib"}
     assert other.keys() | harmless == {field.name for field in dataclasses.fields(Extraction)}
     for key, value in other.items():
         changed_manifest = manifest_of(dataclasses.replace(base, **{key: value}))
-        both = [(m["must_match"], m["dtype"]) for m in (manifest_of(base), changed_manifest)]
+        both = [(m["must_match"], m["dtype"], m["codec"]) for m in (manifest_of(base), changed_manifest)]
         assert both[0] != both[1], key
 
 

@@ -42,6 +42,17 @@ def ids_seen(batches: Iterable[dict]) -> list[list[str]]:
     return seen
 
 
+def test_a_store_in_fp8_gives_the_batches_of_one_without_codec(store: Store, tmp_path: Path):
+    coded = make_store(tmp_path / "fp8", [sample(n, length) for n, length in enumerate(LENGTHS)], codec="fp8")
+    rows = range(len(all_rows(store)))
+    one, other = (all_rows(each).read(rows) for each in (store, coded))
+    for name in one:
+        if name == "aux":  # its columns are equal, so each is its row's largest, which the codec keeps
+            torch.testing.assert_close(other[name], one[name], rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(other[name], one[name]), name
+
+
 # ---- rows --------------------------------------------------------------------------------------------------
 
 

@@ -217,7 +217,14 @@ def test_a_prompt_without_room_for_an_answer_is_named(spec):
 
 
 def test_prompts_that_were_trained_on_are_refused(tmp_path):
-    manifest = {"last": "post_norm", "dtype": "float32", "capture_layers": [1], "hidden_size": 2, "must_match": {}}
+    manifest = {
+        "last": "post_norm",
+        "dtype": "float32",
+        "codec": "none",
+        "capture_layers": [1],
+        "hidden_size": 2,
+        "must_match": {},
+    }
     ids, mask = [1, 5, 6, 7, 8, 9, 3, 4], [0, 0, 0, 1, 1, 0, 0, 1]
     states = torch.zeros(8, 2)
     with create_or_resume(tmp_path, manifest, shard_bytes=1 << 20) as writer:

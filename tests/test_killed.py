@@ -30,8 +30,8 @@ def interrupted_store(folder, extracted):
 
     for target, number in (
         ("extract.journal:Journal.append", 3),  # one batch is on disk; the second was generated and is lost
-        ("extract.store_writer:append_line", 1),  # a shard has its name, but no line in the index
-        ("extract.store_writer:StoreWriter._write_shard", 2),  # one shard is done, the second is not
+        ("extract.store_queue:append_line", 1),  # a shard has its name, but no line in the index
+        ("extract.store_queue:publish", 2),  # one shard is done, the second is not
         ("extract.teacher:append_line", 1),  # a teacher file has its name, but no line
         ("extract.teacher:append_line", 2),  # one teacher file is done
     ):

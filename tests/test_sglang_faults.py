@@ -270,8 +270,8 @@ def test_forty_samples_through_the_store_are_stored_or_given_up_and_none_is_lost
     lazy = LazyEngine(lambda: engine, "sglang", "0.5.23", ahead=2, rechecks=True)
     samples = [Sample(f"s{n}", f"c{n}", [2 * n, *range(1, 2 + n % 7)], [1] * (2 + n % 7), 0.0, 1) for n in range(40)]
     samples[11].input_ids[0] = 17
-    manifest = {"last": "post_norm", "dtype": "float32", "capture_layers": list(LAYERS), "hidden_size": HIDDEN,
-                "must_match": {}}  # fmt: skip
+    manifest = {"last": "post_norm", "dtype": "float32", "codec": "none", "capture_layers": list(LAYERS),
+                "hidden_size": HIDDEN, "must_match": {}}  # fmt: skip
     with create_or_resume(tmp_path / "store", manifest, shard_bytes=4000) as writer:
         capture_all(lazy, samples, writer, total_tokens=1, batch_tokens=24, dtype=torch.float32)
         assert set(writer.quarantined) == {"s11"}

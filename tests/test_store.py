@@ -176,7 +176,7 @@ def test_resume_lists_every_setting_that_differs(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
-    [("last", "pre_norm", "post_norm"), ("schema", 2, "schema"), ("dtype", "fp8", "fp8")],
+    [("last", "pre_norm", "post_norm"), ("schema", 3, "schema"), ("dtype", "fp8", "fp8"), ("codec", "fp4", "fp4")],
 )
 def test_a_store_that_would_be_misread_is_refused(tmp_path, key, value, said):
     write_store(tmp_path, samples([5]))
@@ -237,7 +237,7 @@ def test_reading_a_slice_touches_and_sends_no_more_than_the_slice(tmp_path):
     assert in_child(work) == 0
 
 
-def test_memory_of_the_writer_is_one_shard(tmp_path):
+def test_memory_of_the_writer_is_three_shards(tmp_path):
     shard_bytes, tokens, num_samples = 16 << 20, 4096, 60  # 2 MiB a sample, 120 MiB in all
 
     def work() -> None:
@@ -249,14 +249,14 @@ def test_memory_of_the_writer_is_one_shard(tmp_path):
                 aux = torch.full((tokens, 3 * 64), float(number), dtype=torch.bfloat16)
                 last = torch.zeros(tokens, 64, dtype=torch.bfloat16)
                 writer.add(StoredSample(f"s{number}", "c", 0.0, [1] * tokens, [1] * tokens, aux, last))
-        assert resident_bytes("VmHWM") - before < 2 * shard_bytes
+        assert resident_bytes("VmHWM") - before < 3.5 * shard_bytes
 
     assert in_child(work) == 0
     assert len(open_store(tmp_path).samples) == num_samples + 1
 
 
 def test_space_is_told_before_the_work(tmp_path):
-    per_token = bytes_per_token(hidden_size=7168, num_capture_layers=3, dtype="bfloat16")
+    per_token = bytes_per_token(hidden_size=7168, num_capture_layers=3, dtype="bfloat16", codec="none")
     assert per_token == 8 * 7168 + 13
     require_space(tmp_path / "not" / "yet", 1000)
     with pytest.raises(StoreFull, match=f"{tmp_path}: .* needed, .* free"):

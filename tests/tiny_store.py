@@ -13,10 +13,11 @@ LAYERS = [1, 2, 4]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def manifest(*, dtype: str = "bfloat16", **must_match: object) -> dict:
+def manifest(*, dtype: str = "bfloat16", codec: str = "none", **must_match: object) -> dict:
     return {
         "last": "post_norm",
         "dtype": dtype,
+        "codec": codec,
         "capture_layers": LAYERS,
         "hidden_size": HIDDEN,
         "must_match": {"verifier": {"sha256": "v1"}, "max_len": 64, **must_match},
@@ -42,9 +43,11 @@ def samples(lengths: Iterable[int], *, dtype: str = "bfloat16") -> list[StoredSa
     return [sample(number, tokens, dtype=dtype) for number, tokens in enumerate(lengths)]
 
 
-def write_store(path: Path, what: Sequence[StoredSample], *, shard_bytes: int = 2000, dtype: str = "bfloat16") -> None:
+def write_store(
+    path: Path, what: Sequence[StoredSample], *, shard_bytes: int = 2000, dtype: str = "bfloat16", codec: str = "none"
+) -> None:
     """A complete store of these samples; what is on disk already is left as it is, as a resumed extraction does."""
-    with create_or_resume(path, manifest(dtype=dtype), shard_bytes=shard_bytes) as writer:
+    with create_or_resume(path, manifest(dtype=dtype, codec=codec), shard_bytes=shard_bytes) as writer:
         for one in what:
             if one.id not in writer.done:
                 writer.add(one)
