@@ -19,7 +19,8 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from eagle3.runlog.ledger import LEDGER_NAME, read_ledger, series
+from eagle3.best import best_validation
+from eagle3.runlog.ledger import LEDGER_NAME, read_ledger
 from extract.durable import replace_file
 from extract.rundir import VOLATILE, flat, is_owned
 
@@ -81,14 +82,10 @@ def _figures(directory: Path) -> dict[str, float]:
     """From the ledger where there is one, else the numbers in summary.json."""
     if (directory / LEDGER_NAME).exists():
         rows = read_ledger(directory)
-        steps, values = series(rows, METRIC)
-        finite = [(value, -step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
         figures: dict[str, float] = {}
-        if finite:
-            best, step = max(finite)[0], -max(finite)[1]
-            figures = {METRIC: best, "best_step": step}
-            beside = {name: dict(zip(*series(rows, name), strict=True)) for name in BESIDE}
-            figures |= {name: found[step] for name, found in beside.items() if step in found}
+        if best := best_validation(rows):
+            figures = {METRIC: best.flat()[METRIC], "best_step": best.step}
+            figures |= {name: value for name, value in best.flat().items() if name in BESIDE}
         figures["steps"] = max((row.step for row in rows if row.split == "train"), default=0)
         return figures
     if (directory / "summary.json").exists():
