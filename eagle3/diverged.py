@@ -37,6 +37,6 @@ class StopDiverged(pl.Callback):
         good = f"the last good checkpoint is {saved[-1].path}" if saved else "no checkpoint was saved before"
         return (
             f"loss or gradient was not finite in {self.in_a_row} optimizer steps in a row, up to step {step} "
-            f"(optimizer.max_nonfinite_steps={self.at_most}); none of them changed a weight, and {good}. Lower "
-            "optimizer.lr or optimizer.clip_norm, or check the captured states; drafter.init_from=DIR starts from there"
+            f"(optimizer.max_nonfinite_steps={self.at_most}); a gradient like that changes no weight, and {good}. "
+            "Lower optimizer.lr, or check the captured states; drafter.init_from=DIR starts from there"
         )
