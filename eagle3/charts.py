@@ -22,6 +22,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 
 from eagle3.best import best_validation, quality_of
+from eagle3.compare import names_of, read_job
 from eagle3.runlog.ledger import Row, metric_names, read_ledger, series
 
 Color = tuple[float, float, float, float] | str
@@ -84,6 +85,9 @@ def _read(run_dirs: Sequence[Path]) -> list[Run]:
         if not rows:
             raise ValueError(f"{path.absolute()} has a ledger without a row: nothing was trained there")
     labels = [rows[0].run for rows in ledgers]
+    if len(run_dirs) > 1:
+        apart = names_of([read_job(path) for path in run_dirs])
+        labels = [short or label for short, label in zip(apart, labels, strict=True)]
     if len(set(labels)) < len(labels):
         labels = [f"{label} ({path.name})" for label, path in zip(labels, run_dirs, strict=True)]
     return [Run(label, rows) for label, rows in zip(labels, ledgers, strict=True)]

@@ -216,7 +216,7 @@ def test_a_broken_interpolation_is_told_in_one_line(folder):
 def test_dry_run_plans_and_writes_no_result(folder, trained):
     done = succeed("train.py", *settings(optimizer__lr=1, dry_run="true", hydra__run__dir="dry"), cwd=folder)
     assert "Training plan" in done.output
-    assert not (folder / "dry" / "run.json").exists()
+    assert not (folder / "dry").exists()
 
 
 @pytest.mark.parametrize("lost", ["drafter", "checkpoints"])
