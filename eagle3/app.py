@@ -130,7 +130,9 @@ def tracked_run(
         yield join_run(path)
         return
     told = as_dict(config)
-    with open_run(path, stage, told, inputs, provenance(), intact=intact, renews=renews,
+    # Hydra writes its own list of overrides before this run can be refused, over that of the run which lies there.
+    attempt = provenance() | {"overrides": task_overrides()}
+    with open_run(path, stage, told, inputs, attempt, intact=intact, renews=renews,
                   depends_on=IDENTITY[stage]) as run:  # fmt: skip
         if run.state != "finished" and (changes := git_diff()):
             (run.path / f"source-{run.attempt}.diff").write_text(changes)  # with the commit, the code that ran

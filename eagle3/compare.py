@@ -72,12 +72,18 @@ def read_job(directory: Path) -> Job:
 
 
 def saved_overrides(directory: Path) -> list[str]:
-    """What was said on the command line of a run's first attempt; ValueError names a file that does not say it."""
+    """What was said on the command line of a run's first attempt; ValueError names a file that does not say it.
+
+    run.json knows; Hydra's own file may be that of a later command, which was refused.
+    """
     file = directory / OVERRIDES_NAME
     try:
         told = yaml.safe_load(file.read_text()) if file.exists() else []
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{file.absolute()} cannot be read ({error}); restore it, or remove it") from error
+    attempts = saved_run(directory)["attempts"] if (directory / "run.json").exists() else []
+    if attempts and "overrides" in attempts[0]:
+        file, told = directory / "run.json", attempts[0]["overrides"]
     if not isinstance(told, list) or not all(isinstance(override, str) for override in told):
         raise ValueError(f"{file.absolute()} is no list of overrides; restore it, or remove it")
     return told
