@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from eagle3.again import require_same_inputs, settled
 from eagle3.app import command, drafter_key, launch, prepare_machine, rank, run_log, task_overrides, tracked_run
 from eagle3.charts import draw
-from eagle3.checkpoints import BEST, checkpoints, newest_sound, publish
+from eagle3.checkpoints import BEST, Checkpoint, checkpoints, is_published, newest_sound, publish
 from eagle3.config import Config
 from eagle3.fit import fit
 from eagle3.outcome import show_summary, summary_of
@@ -36,34 +36,34 @@ def train(config: Config, run_dir: Path) -> float | None:
     show_plan(plan)
     if config.dry_run:
         return None
-    intact = (run_dir / BEST).exists()
-    with tracked_run(config, run_dir, "train", plan.inputs, intact=intact) as run:
+    with tracked_run(config, run_dir, "train", plan.inputs, intact=is_published(run_dir)) as run:
         reused = run.state == "finished"
         if not reused:
-            tracked, charts = work(config, plan, run)
+            last, charts, tracked = work(config, plan, run)
             if rank() > 0:
                 return None
-            run.finish(summary_of(plan, checkpoints(run.path)[-1], run.path, charts, tracked))
+            run.finish(summary_of(plan, last, run.path, charts, tracked))
         summary = run.summary()
         show_summary(summary, reused=reused, next_command=command("evaluate.py", *drafter_key(config, run.path / BEST)))
         return summary["accept_len"]
 
 
-def work(config: Config, plan: TrainingPlan, run: RunDir) -> tuple[str | None, list[Path]]:
-    """Train from the last whole checkpoint to the end; returns where W&B has it, and the charts."""
+def work(config: Config, plan: TrainingPlan, run: RunDir) -> tuple[Checkpoint, list[Path], str | None]:
+    """Train from the last whole checkpoint to the end; returns the last one, the charts, and where W&B has it."""
     start = newest_sound(run.path)
     done = start.step if start else 0
     with run_log(config, run, "train", declared(config.drafter.ttt_steps), resumed_from_step=done) as runlog:
         if done < plan.schedule.total_steps:
             fit(plan, runlog, run.path, start, rank())
+        last = start if start and done == plan.schedule.total_steps else checkpoints(run.path)[-1]
         if rank() > 0:
-            return None, []
-        publish(run.path, checkpoints(run.path)[-1].best_step)  # an earlier attempt may have died just before it
+            return last, [], None
+        publish(run.path, last.best_step)  # an earlier attempt may have died just before it
         charts = draw([run.path], run.path / "charts")
         if config.tracking.artifacts:
             runlog.attach("model", run.path / BEST)
             runlog.attach("charts", run.path / "charts")
-        return runlog.where(), charts
+        return last, charts, runlog.where()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

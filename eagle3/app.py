@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -18,10 +17,12 @@ from rich import get_console
 from rich.console import Console
 from rich.text import Text
 
+from eagle3.compare import saved_overrides
 from eagle3.config import Config, as_dict, typed
 from eagle3.naming import IDENTITY
 from eagle3.runlog import Declared, RunLog, SilentRunLog, git_diff, open_runlog, provenance
 from eagle3.sweep import require_unchanged, varied_keys
+from eagle3.traces import clear_traces
 from extract.config import Hardware
 from extract.engines import EngineError
 from extract.progress import shown_path
@@ -82,6 +83,9 @@ def launch(raw: DictConfig, stage: Stage) -> float | None:
         if trace.exists():
             errors.print(Text(f"traceback: {trace}", style="dim"), soft_wrap=True)
         raise SystemExit(1) from None
+    finally:
+        if rank() == 0 and not is_sweep():  # a sweep's table reads the overrides of jobs that were refused
+            clear_traces(Path(hydra.runtime.output_dir), hydra.job.name)
 
 
 def earlier_run_of(config: Config, script: str | None) -> str | None:
@@ -126,7 +130,9 @@ def tracked_run(
         yield join_run(path)
         return
     told = as_dict(config)
-    with open_run(path, stage, told, inputs, provenance(), intact=intact, renews=renews,
+    # Hydra writes its own list of overrides before this run can be refused, over that of the run which lies there.
+    attempt = provenance() | {"overrides": task_overrides()}
+    with open_run(path, stage, told, inputs, attempt, intact=intact, renews=renews,
                   depends_on=IDENTITY[stage]) as run:  # fmt: skip
         if run.state != "finished" and (changes := git_diff()):
             (run.path / f"source-{run.attempt}.diff").write_text(changes)  # with the commit, the code that ran
@@ -201,9 +207,8 @@ def _overrides() -> list[str]:
     """What the user set; of a run that is resumed or repeated, what was set when it began."""
     told = task_overrides()
     earlier = [o.partition("=")[2].strip("'\"") for o in told if o.startswith(AGAIN)]
-    saved = Path(earlier[0]) / ".hydra" / "overrides.yaml" if earlier else None
-    if saved is not None:
-        told = list(yaml.safe_load(saved.read_text())) if saved.exists() else []
+    if earlier:
+        told = saved_overrides(Path(earlier[0]))
     return [o for o in told if not o.startswith(AGAIN)]
 
 

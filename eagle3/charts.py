@@ -21,6 +21,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 
+from eagle3.best import best_validation, quality_of
+from eagle3.compare import names_of, read_job
 from eagle3.runlog.ledger import Row, metric_names, read_ledger, series
 
 Color = tuple[float, float, float, float] | str
@@ -83,6 +85,9 @@ def _read(run_dirs: Sequence[Path]) -> list[Run]:
         if not rows:
             raise ValueError(f"{path.absolute()} has a ledger without a row: nothing was trained there")
     labels = [rows[0].run for rows in ledgers]
+    if len(run_dirs) > 1:
+        apart = names_of([read_job(path) for path in run_dirs])
+        labels = [short or label for short, label in zip(apart, labels, strict=True)]
     if len(set(labels)) < len(labels):
         labels = [f"{label} ({path.name})" for label, path in zip(labels, run_dirs, strict=True)]
     return [Run(label, rows) for label, rows in zip(labels, ledgers, strict=True)]
@@ -197,16 +202,16 @@ def _mark_nonfinite(axes: Axes, steps: Sequence[int], values: Sequence[float], c
 
 
 def _mark_best(axes: Axes, runs: Sequence[Run]) -> None:
-    """A star at the best acceptance length of all; the earliest of equals."""
-    curves = [series(run.rows, "val/accept_len") for run in runs]
-    points = [point for steps, values in curves for point in zip(values, steps, strict=True)]
-    points = [(value, step) for value, step in points if math.isfinite(value)]
-    if not points:
+    """A star at the best validation of all."""
+    found = [best for run in runs if (best := best_validation(run.rows))]
+    if not found:
         return
-    value, step = max(points, key=lambda point: (point[0], -point[1]))
+    best = max(found, key=quality_of)
+    value, step = best.values["accept_len"], best.step
     axes.plot([step], [value], marker="*", ms=15, color=BEST_COLOR, mec="white", zorder=4)
     axes.margins(y=0.16)
-    right = step > max(step for _, step in points) / 2
+    last = max(row.step for run in runs for row in run.rows if row.split == "val")
+    right = step > last / 2
     text: dict[str, Any] = {
         "ha": "right" if right else "left",
         "va": "bottom",

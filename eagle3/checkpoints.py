@@ -2,8 +2,8 @@
 
     checkpoints/step-000120/config.json, model.safetensors   a drafter directory
                             trainer.ckpt                     Lightning's checkpoint: weights and optimizer, float32
-                            complete.json                    step, figures, sizes: written last
-    drafter/                                                 the best one so far, by val/accept_len
+                            complete.json                    step, figures, sizes, hashes: written last
+    drafter/                                                 the best one so far, by val/accept_len (see eagle3.best)
 
 A checkpoint is assembled under a temporary name, fsynced and renamed. A directory without a complete.json that
 agrees with its files is passed over by name. A full disk while saving leaves the previous checkpoints as they are.
@@ -14,17 +14,19 @@ import logging
 import shutil
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from eagle3.export.config import Origin
+from eagle3.best import Quality, quality
+from eagle3.export.config import CONFIG, WEIGHTS, Origin
 from eagle3.export.directory import save_drafter
 from eagle3.record import Record
 from extract.durable import sync
+from extract.store_tensors import sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +42,21 @@ class Checkpoint:
     path: Path
     step: int
     accept_len: float
+    val_loss: float
     best_step: int
     best_accept_len: float
+    best_val_loss: float
 
     @property
     def trainer_state(self) -> Path:
         return self.path / TRAINER_STATE
+
+    @property
+    def quality(self) -> Quality:
+        return quality(self.accept_len, self.val_loss, self.step)
+
+
+FACTS = tuple(field.name for field in fields(Checkpoint) if field.name != "path")
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
@@ -54,38 +65,40 @@ def checkpoints(run_dir: Path) -> list[Checkpoint]:
     for path in sorted((run_dir / "checkpoints").glob("step-*")):
         if path.suffix == ".tmp":
             continue  # a kill while saving left it; even if its files are whole, nothing refers to it
-        fault = _fault(path)
-        if fault:
-            log.warning("%s is no whole checkpoint (%s) and is passed over", path, fault)
+        read = _read(path)
+        if isinstance(read, str):
+            log.warning("%s is no whole checkpoint (%s) and is passed over", path, read)
         else:
-            facts = json.loads((path / COMPLETE).read_text())
-            found.append(Checkpoint(path, *(facts[f] for f in ("step", "accept_len", "best_step", "best_accept_len"))))
+            found.append(read)
     return sorted(found, key=lambda c: c.step)
 
 
 def newest_sound(run_dir: Path) -> Checkpoint | None:
-    """The checkpoint to go on from: the newest whose trainer state is, byte for byte, what was written."""
-    for checkpoint in reversed(checkpoints(run_dir)):
-        fault = _damage(checkpoint.trainer_state)
+    """The checkpoint to go on from: the newest whose files are, byte for byte, what was written.
+
+    If the best one before it is damaged, the best that is left takes its place.
+    """
+    found = checkpoints(run_dir)
+    for checkpoint in reversed(found):
+        fault = _damaged_drafter(checkpoint.path) or _damaged_state(checkpoint.trainer_state)
         if fault is None:
-            return checkpoint
-        log.warning("%s is damaged (%s: %s) and is passed over", checkpoint.path, TRAINER_STATE, fault)
+            return _with_sound_best(checkpoint, found)
+        log.warning("%s is damaged (%s) and is passed over", checkpoint.path, fault)
     return None
 
 
-def _damage(trainer_state: Path) -> str | None:
-    try:
-        with zipfile.ZipFile(trainer_state) as archive:  # torch's format, which keeps a checksum of every tensor
-            damaged = archive.testzip()
-    except zipfile.BadZipFile as error:
-        return str(error)
-    return f"{damaged} fails its checksum" if damaged else None
+def is_published(run_dir: Path) -> bool:
+    """Whether the best drafter lies where it should, as it was written."""
+    return not isinstance(_read(run_dir / BEST), str) and _damaged_drafter(run_dir / BEST) is None
 
 
-def _fault(path: Path) -> str | None:
+def _read(path: Path) -> Checkpoint | str:
+    """A checkpoint by its complete.json and the sizes of its files, or what is wrong with it."""
     try:
-        sizes: dict[str, int] = json.loads((path / COMPLETE).read_text())["bytes"]
-    except (OSError, ValueError, KeyError) as error:
+        told = json.loads((path / COMPLETE).read_text())
+        sizes, facts = dict(told["bytes"]), {name: told[name] for name in FACTS}
+        told["sha256"].keys()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{COMPLETE}: {error}"
     for name, size in sizes.items():
         file = path / name
@@ -93,7 +106,37 @@ def _fault(path: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
-    return None
+    return Checkpoint(path, **facts)
+
+
+def _damaged_drafter(path: Path) -> str | None:
+    written: dict[str, str] = json.loads((path / COMPLETE).read_text())["sha256"]
+    changed = [name for name, sha256 in written.items() if sha256_of(path / name) != sha256]
+    return f"{' and '.join(changed)}: not the bytes that were written" if changed else None
+
+
+def _damaged_state(trainer_state: Path) -> str | None:
+    try:
+        with zipfile.ZipFile(trainer_state) as archive:  # torch's format, which keeps a checksum of every tensor
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as error:
+        return f"{TRAINER_STATE}: {error}"
+    return f"{TRAINER_STATE}: {damaged} fails its checksum" if damaged else None
+
+
+def _with_sound_best(sound: Checkpoint, found: list[Checkpoint]) -> Checkpoint:
+    earlier = {c.step: c for c in found if c.step < sound.step}
+    if sound.best_step == sound.step:
+        return sound
+    best = earlier.get(sound.best_step)
+    fault = "it is not whole" if best is None else _damaged_drafter(best.path)
+    if fault is None:
+        return sound
+    left = [c for c in earlier.values() if c.step != sound.best_step and _damaged_drafter(c.path) is None]
+    best = max([*left, sound], key=lambda c: c.quality)
+    log.warning("the best checkpoint, of step %d, is damaged (%s); of those left step %d is the best",
+                sound.best_step, fault, best.step)  # fmt: skip
+    return replace(sound, best_step=best.step, best_accept_len=best.accept_len, best_val_loss=best.val_loss)
 
 
 def publish(run_dir: Path, best_step: int) -> None:
@@ -113,16 +156,20 @@ class Checkpoints(pl.Callback):
         self.record = record
         self.best_step = start.best_step if start else -1
         self.best_accept_len = start.best_accept_len if start else float("-inf")
+        self.best_val_loss = start.best_val_loss if start else float("nan")
         self.origin = origin
-        if start:
-            # A crash may lie between saving a checkpoint and publishing it as the best.
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """A crash may lie between saving a checkpoint and publishing it as the best."""
+        if self.best_step >= 0 and trainer.is_global_zero:
             publish(self.run_dir, self.best_step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         step = self.record.start_step + trainer.global_step
-        accept_len = self.record.last_val["accept_len"]
-        if accept_len > self.best_accept_len:
-            self.best_step, self.best_accept_len = step, accept_len
+        accept_len, loss = self.record.last_val["accept_len"], self.record.last_val["loss"]
+        best = quality(self.best_accept_len, self.best_val_loss, self.best_step)
+        if quality(accept_len, loss, step) > best:
+            self.best_step, self.best_accept_len, self.best_val_loss = step, accept_len, loss
         final = self.run_dir / "checkpoints" / f"step-{step:06d}"
         temporary = final.with_name(final.name + ".tmp")
         # A collective, as is save_checkpoint below.
@@ -133,19 +180,21 @@ class Checkpoints(pl.Callback):
             save_drafter(pl_module.drafter, temporary / BEST, origin=self.origin, state=state)
         trainer.save_checkpoint(temporary / TRAINER_STATE)
         if trainer.is_global_zero:
-            self._complete(temporary, final, step, accept_len)
+            self._complete(temporary, final, {"step": step, "accept_len": accept_len, "val_loss": loss})
             publish(self.run_dir, self.best_step)
             self._prune()
 
-    def _complete(self, temporary: Path, final: Path, step: int, accept_len: float) -> None:
+    def _complete(self, temporary: Path, final: Path, validated: dict[str, Any]) -> None:
         for file in (temporary / BEST).iterdir():
             file.replace(temporary / file.name)
         (temporary / BEST).rmdir()
-        facts = {
-            "step": step, "accept_len": accept_len,
-            "best_step": self.best_step, "best_accept_len": self.best_accept_len,
+        facts = validated | {
+            "best_step": self.best_step,
+            "best_accept_len": self.best_accept_len,
+            "best_val_loss": self.best_val_loss,
             "bytes": {file.name: file.stat().st_size for file in sorted(temporary.iterdir())},
-        }  # fmt: skip
+            "sha256": {name: sha256_of(temporary / name) for name in (CONFIG, WEIGHTS)},
+        }
         (temporary / COMPLETE).write_text(json.dumps(facts, indent=2))
         for file in temporary.iterdir():
             sync(file)

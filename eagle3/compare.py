@@ -19,15 +19,18 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from eagle3.runlog.ledger import LEDGER_NAME, read_ledger, series
+from eagle3.best import best_validation
+from eagle3.labels import differing, labels
+from eagle3.runlog.ledger import LEDGER_NAME, read_ledger
 from extract.durable import replace_file
-from extract.rundir import VOLATILE, flat, is_owned
+from extract.rundir import VOLATILE, flat, is_owned, read_object, saved_run
 
 METRIC = "val/accept_len"
 LOSS = "val/loss"
 BESIDE = (LOSS, "val/acc_0")  # shown at the step of the best METRIC
 STATUS_NAME = "status.json"
 OVERRIDES_NAME = ".hydra/overrides.yaml"
+SETTINGS_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -59,19 +62,38 @@ class Job:
 
 def read_job(directory: Path) -> Job:
     """What a run directory says about itself. A METRIC that is NaN everywhere is no figure."""
-    overrides, run = directory / OVERRIDES_NAME, directory / "run.json"
-    told = yaml.safe_load(overrides.read_text()) if overrides.exists() else []
-    record = json.loads(run.read_text()) if run.exists() else {"config": {}, "inputs": {}, "attempts": [{}]}
+    known = (directory / "run.json").exists()
+    record = saved_run(directory) if known else {"config": {}, "inputs": {}, "attempts": []}
     config = {key: value for key, value in record["config"].items() if key not in VOLATILE}
     code = str((record["attempts"] or [{}])[-1].get("source_sha256") or "")[:8]
     status, reason = _status(directory)
-    return Job(directory, tuple(told), status, reason, _figures(directory),
+    return Job(directory, tuple(saved_overrides(directory)), status, reason, _figures(directory),
                flat(config) | flat({"input": record["inputs"]}), code)  # fmt: skip
+
+
+def saved_overrides(directory: Path) -> list[str]:
+    """What was said on the command line of a run's first attempt; ValueError names a file that does not say it.
+
+    run.json knows; Hydra's own file may be that of a later command, which was refused.
+    """
+    file = directory / OVERRIDES_NAME
+    try:
+        told = yaml.safe_load(file.read_text()) if file.exists() else []
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{file.absolute()} cannot be read ({error}); restore it, or remove it") from error
+    attempts = saved_run(directory)["attempts"] if (directory / "run.json").exists() else []
+    if attempts and "overrides" in attempts[0]:
+        file, told = directory / "run.json", attempts[0]["overrides"]
+    if not isinstance(told, list) or not all(isinstance(override, str) for override in told):
+        raise ValueError(f"{file.absolute()} is no list of overrides; restore it, or remove it")
+    return told
 
 
 def _status(directory: Path) -> tuple[str, str]:
     file = directory / STATUS_NAME
-    told = json.loads(file.read_text()) if file.exists() else {"status": "running"}
+    told = read_object(file) if file.exists() else {"status": "running"}
+    if not isinstance(told.get("status"), str):
+        raise ValueError(f"{file.absolute()} says no status; restore it, or remove it")
     if told["status"] == "running" and (directory / ".lock").exists() and not is_owned(directory):
         return "stopped", "no process works here; the same command goes on with it"
     return told["status"], " ".join(str(told["reason"]).split()) if "reason" in told else ""
@@ -81,18 +103,14 @@ def _figures(directory: Path) -> dict[str, float]:
     """From the ledger where there is one, else the numbers in summary.json."""
     if (directory / LEDGER_NAME).exists():
         rows = read_ledger(directory)
-        steps, values = series(rows, METRIC)
-        finite = [(value, -step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
         figures: dict[str, float] = {}
-        if finite:
-            best, step = max(finite)[0], -max(finite)[1]
-            figures = {METRIC: best, "best_step": step}
-            beside = {name: dict(zip(*series(rows, name), strict=True)) for name in BESIDE}
-            figures |= {name: found[step] for name, found in beside.items() if step in found}
+        if best := best_validation(rows):
+            figures = {METRIC: best.flat()[METRIC], "best_step": best.step}
+            figures |= {name: value for name, value in best.flat().items() if name in BESIDE}
         figures["steps"] = max((row.step for row in rows if row.split == "train"), default=0)
         return figures
     if (directory / "summary.json").exists():
-        summary = json.loads((directory / "summary.json").read_text())
+        summary = read_object(directory / "summary.json")
         return {k: v for k, v in summary.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return {}
 
@@ -115,25 +133,30 @@ def read_runs(directories: Sequence[Path]) -> list[Job]:
     return sorted(jobs, key=lambda job: job.rank)
 
 
-def apart(jobs: Sequence[Job]) -> list[str]:
-    """What sets each job apart: the overrides that are not the same in all, or where there are none, the settings."""
-    told: list[Mapping[str, Any]] = [dict(_pair(override) for override in job.overrides) for job in jobs]
+def apart(jobs: Sequence[Job]) -> list[dict[str, str]]:
+    """What sets each job apart: the overrides that are not the same in all; without any, the first differing settings.
+
+    Of one job it is all that was overridden. `config_differences` tells all settings.
+    """
+    told = [dict(_pair(override) for override in job.overrides) for job in jobs]
     if len(jobs) == 1:
-        return [" ".join(jobs[0].overrides)]
-    if not _differing(told):
-        told = [job.config for job in jobs]
-    keys = _differing(told)
-    return [" ".join(f"{key}={_text(one[key])}" for key in keys if key in one) for one in told]
+        return told
+    keys = differing(told)
+    if not keys:
+        told = [{key: _text(value) for key, value in job.config.items()} for job in jobs]
+        keys = differing(told)[:SETTINGS_SHOWN]
+    return [{key: one[key] for key in keys if key in one} for one in told]
+
+
+def names_of(jobs: Sequence[Job]) -> list[str]:
+    """The same in few words, for tables and legends."""
+    told = apart(jobs)
+    return labels(told, list(dict.fromkeys(key for one in told for key in one)))
 
 
 def _pair(override: str) -> tuple[str, str]:
     key, _, value = override.partition("=")
     return key, value
-
-
-def _differing(told: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = dict.fromkeys(key for one in told for key in one)
-    return [key for key in keys if len({_text(one[key]) if key in one else None for one in told}) > 1]
 
 
 def _text(value: Any) -> str:
@@ -143,11 +166,12 @@ def _text(value: Any) -> str:
 def config_differences(jobs: Sequence[Job]) -> list[str]:
     """One line a setting, input or code that is not the same in all runs that say what they are."""
     known = [job for job in jobs if job.config]
-    told = [{**job.config, **({"code": job.code} if job.code else {})} for job in known]
+    codes: list[dict[str, str]] = [{"code": job.code} if job.code else {} for job in known]
+    told = [{key: _text(value) for key, value in job.config.items()} | code
+            for job, code in zip(known, codes, strict=True)]  # fmt: skip
     lines = []
-    for key in sorted(_differing(told)):
-        values = [f"{job.directory.name}: {_text(one[key]) if key in one else 'absent'}"
-                  for job, one in zip(known, told, strict=True)]  # fmt: skip
+    for key in sorted(differing(told)):
+        values = [f"{job.directory.name}: {one.get(key, 'absent')}" for job, one in zip(known, told, strict=True)]
         lines.append(f"{key}  {', '.join(values)}")
     return lines
 
@@ -205,7 +229,8 @@ def _cells(jobs: Sequence[Job], *, shown: bool = False) -> tuple[list[str], list
     names = list(dict.fromkeys(name for job in jobs for name in job.figures))
     names.sort(key=lambda name: name != METRIC)
     lines = []
-    for job, told in zip(jobs, apart(jobs), strict=True):
+    whole = [" ".join(f"{key}={value}" for key, value in one.items()) for one in apart(jobs)]
+    for job, told in zip(jobs, names_of(jobs) if shown else whole, strict=True):
         figures = [_figure(job.figures[name], shown) if name in job.figures else "" for name in names]
         mark = "" if job is not best_of(jobs) else "★" if shown else "yes"
         lines.append([mark, job.directory.name, told, *figures, job.status, job.reason])
@@ -217,7 +242,7 @@ def _figure(value: float, shown: bool) -> str:
 
 
 def summary_table(title: str, jobs: Sequence[Job]) -> Table:
-    """The same as summary.md for a terminal, with the last part of each key; why jobs failed stands in `failures`."""
+    """The same as summary.md for a terminal, with one override a line; why jobs failed stands in `failures`."""
     failed = sum(job.status == "failed" for job in jobs)
     table = Table(title=f"{title}, {failed} failed" if failed else title)
     header, lines = _cells(jobs, shown=True)
@@ -225,7 +250,7 @@ def summary_table(title: str, jobs: Sequence[Job]) -> Table:
         numeric = name not in ("best", "job", "overrides")
         table.add_column("" if name == "best" else name, justify="right" if numeric else "left", overflow="fold")
     for job, line in zip(jobs, lines, strict=True):
-        told = Text("\n".join(part.split("=")[0].split(".")[-1] + part[part.find("=") :] for part in line[2].split()))
+        told = Text("\n".join(line[2].split(" ")))
         if job.status != "finished":
             told.append(f"\n{job.status}", style="red")
         table.add_row(*line[:2], told, *line[3:-2], style="bold" if line[0] else "")

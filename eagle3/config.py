@@ -79,6 +79,8 @@ class Optimizer:
     """The cosine ends at lr * floor_ratio."""
     clip_norm: PositiveFloat
     """Global gradient norm above which gradients are scaled down."""
+    max_nonfinite_steps: PositiveInt
+    """So many optimizer steps in a row whose loss or gradient is not finite end the training; one alone is skipped."""
     epochs: PositiveInt
     """Passes over the training rows."""
     batch_tokens: PositiveInt

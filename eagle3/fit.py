@@ -10,6 +10,7 @@ from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Str
 
 from eagle3.checkpoints import Checkpoint, Checkpoints
 from eagle3.data import loader
+from eagle3.diverged import StopDiverged
 from eagle3.module import DrafterModule
 from eagle3.plan import TrainingPlan
 from eagle3.record import Record
@@ -74,7 +75,7 @@ def fit(plan: TrainingPlan, runlog: RunLog | SilentRunLog, run_dir: Path, start:
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
-            callbacks=[record, saver, StopAfter(remaining)],
+            callbacks=[record, StopDiverged(run_dir, record, plan.max_nonfinite_steps), saver, StopAfter(remaining)],
             default_root_dir=run_dir,
         )
         with _loud_interrupt():

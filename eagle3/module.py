@@ -5,6 +5,7 @@ So the sum over micro-batches and ranks is the step's loss, whatever the spread 
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,10 +143,17 @@ class DrafterModule(pl.LightningModule):
             group["lr"] = self.learning_rate(self.step)
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        """Clips to the norm over all weights, of all processes where they are sharded, and keeps it for the run log."""
+        """Clips to the norm over all weights, of all processes where they are sharded, and keeps it for the run log.
+
+        A norm that is not finite would make every weight NaN. It is the same on all ranks, and so is the answer: they
+        drop their gradients, which leaves weights, moments and Adam's own count of steps as they are.
+        """
         trainable = [p for p in self.drafter.parameters() if p.requires_grad]
         norm = nn.utils.clip_grad_norm_(trainable, self.recipe.clip_norm)
         self.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(self.grad_norm):
+            for weight in trainable:
+                weight.grad = None
 
 
 def parameter_groups(drafter: Eagle3Drafter, weight_decay: float) -> list[dict[str, Any]]:

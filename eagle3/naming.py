@@ -36,6 +36,8 @@ def run_dir(stage: str, *, _root_: DictConfig) -> str:
     if told["resume"] is not None:
         # What cannot be resumed must not leave its traces in the directory of some other run.
         return told["resume"] if (Path(told["resume"]) / "run.json").exists() else f"outputs/{stage}/refused"
+    if not OmegaConf.is_missing(_root_, "dry_run") and _root_["dry_run"] is True:
+        return f"outputs/{stage}/dry-run"  # which is removed at the end: a run of this config may be at work
     if told["from_run"] is not None:
         return f"outputs/{stage}/{Path(told['from_run']).resolve().name}-again"
     return f"outputs/{stage}/{run_id(stage, _root_=_root_)}"

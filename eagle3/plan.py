@@ -61,6 +61,7 @@ class TrainingPlan:
     schedule: Schedule
     hardware: Hardware
     epochs: int
+    max_nonfinite_steps: int
 
     def samplers(self, rank: int) -> tuple[StepSampler, StepSampler]:
         """One rank's share of the training steps, and of a pass over the validation split."""
@@ -107,6 +108,7 @@ def plan_training(config: Config) -> TrainingPlan:
         schedule=schedule,
         hardware=config.hardware,
         epochs=config.optimizer.epochs,
+        max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
     )
 
 

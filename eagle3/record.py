@@ -4,6 +4,7 @@ One train row an optimizer step, one val row a validation, on the step of the wh
 ranks with one fixed set of tensors, so ranks can neither log different names nor wait for each other in vain.
 """
 
+import math
 import time
 from typing import Any
 
@@ -22,7 +23,7 @@ def declared(ttt_steps: int) -> dict[str, Declared]:
     per_step = ("loss", "acc", "chain", "acc_top1", "alpha")
     optional = frozenset(f"{name}_{k}" for name in per_step for k in range(ttt_steps))
     optional |= {"coverage", "accept_len_all_rows"}
-    counts = frozenset({"tokens", "supervised", "empty_supervision", "epoch"})
+    counts = frozenset({"tokens", "supervised", "empty_supervision", "epoch", "skipped"})
     train = frozenset({"loss", "lr", "grad_norm", "tokens_per_s", "data_wait_share"}) | counts
     val = frozenset({"loss", "accept_len", "visited"}) | {f"accepted_{k}" for k in range(ttt_steps)}
     whole = frozenset(name for name in val if name not in ("loss", "accept_len"))
@@ -33,13 +34,14 @@ def declared(ttt_steps: int) -> dict[str, Declared]:
 
 
 class Record(pl.Callback):
-    """Emits rows; `last_val` holds the newest validation for whoever saves checkpoints."""
+    """Emits rows; `last_train` and `last_val` hold the newest for callbacks that come after this one."""
 
     def __init__(self, runlog: RunLog | SilentRunLog, progress: Progress, start_step: int, steps_per_epoch: int):
         self.runlog = runlog
         self.progress = progress
         self.start_step = start_step
         self.steps_per_epoch = steps_per_epoch
+        self.last_train: dict[str, float] = {}
         self.last_val: dict[str, float] = {}
         self._emitted = 0
         self._tokens = 0
@@ -71,6 +73,7 @@ class Record(pl.Callback):
         values = rates(sums, module.recipe.step_decay) | {
             "lr": module.learning_rate(step - 1),
             "grad_norm": module.grad_norm,
+            "skipped": int(not math.isfinite(module.grad_norm)),
             "tokens": int(tokens),
             "supervised": int(supervised[0]),
             "empty_supervision": int((supervised == 0).sum()),
@@ -78,6 +81,7 @@ class Record(pl.Callback):
             "tokens_per_s": float(tokens) / elapsed_s,
             "data_wait_share": min(1.0, self._waited_s / elapsed_s),
         }
+        self.last_train = values
         self.runlog.emit("train", step, values)
         self.progress.advance(1, **{name: round(values[name], 3) for name in ("loss", "acc_0") if name in values})
         module.train_sums.zero_()

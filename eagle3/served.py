@@ -68,7 +68,8 @@ def answer(
     The first life, without a drafter, decides what later turns of a conversation ask; the second is asked the same.
 
     Raises:
-        ValueError: the engine's totals are not the sum of what it said of each prompt.
+        ValueError: an answer is longer than was asked for, or the engine's totals are not the sum of what it said of
+            each prompt.
     """
     plain: list[tuple[Prompt, Completion]] = []
     with start(False) as server, told("engine alone", questions.total) as advance:
@@ -98,7 +99,17 @@ def answer(
 
 
 def _complete(server: Server, prompt: Prompt, settings: Settings) -> Completion:
-    return server.complete(prompt.ids, max_new_tokens=settings.max_new_tokens, stop_ids=settings.end_of_turn_ids)
+    """An engine that says too much both times would agree with itself, on texts that nobody asked for."""
+    stop_ids, most = settings.end_of_turn_ids, settings.max_new_tokens
+    answer = server.complete(prompt.ids, max_new_tokens=most, stop_ids=stop_ids)
+    end = next((at for at, token in enumerate(answer.ids, start=1) if token in stop_ids), most)
+    if len(answer.ids) > min(most, end):
+        asked = f"the end of turn, {end}" if end < most else f"evaluation.max_new_tokens={most}"
+        raise ValueError(
+            f"prompt {prompt.id}: the engine answered with {len(answer.ids)} tokens, beyond {asked}; it does not heed "
+            "what a request asks of it, so its counts cannot be compared"
+        )
+    return answer
 
 
 def _since(before: Counters, after: Counters) -> Counts:

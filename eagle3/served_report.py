@@ -76,11 +76,7 @@ class ServedReport:
             rows.append((f"  counted: {name}", told))
         rows.append(("  its raw counters", f"{self.raw.length:.3f}, with drafts past a response's end"))
         rows.append(("text with drafter", self._text()))
-        faster = f"x{pooled.speed_up:.2f}" if pooled.speed_up is not None else "not timed"
-        rows.append(
-            ("tokens/s, one at a time", f"alone {pooled.plain_tokens_s:.1f}, with drafter "
-                                         f"{pooled.speculative_tokens_s:.1f}: {faster}")
-        )  # fmt: skip
+        rows.append(("tokens/s, one at a time", _speeds(pooled)))
         rows.append(("gate", "passed: three counts agree" if not self.failed else "FAILED"))
         rows += [(f"  {check.name}", check.told) for check in self.failed]
         rows += [(f"  with {s.cause}", f"{s.counts.length:.3f}; look at {s.look_at}") for s in self.suspects]
@@ -122,6 +118,14 @@ class ServedReport:
             f"{equal} of {len(self.judged)} prompts as without, {self.ties} part at a bf16 tie; "
             f"{sum(j.unlikely for j in self.judged)} of {tokens} tokens are not the verifier's choice"
         )
+
+
+def _speeds(pooled: Report) -> str:
+    alone, with_drafter = (
+        "not timed" if rate is None else f"{rate:.1f}" for rate in (pooled.plain_tokens_s, pooled.speculative_tokens_s)
+    )
+    told = f"alone {alone}, with drafter {with_drafter}"
+    return told if pooled.speed_up is None else f"{told}: x{pooled.speed_up:.2f}"
 
 
 def make_served_report(

@@ -14,6 +14,7 @@ import logging
 import os
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from eagle3.compare import (
     update_summary,
 )
 from extract.durable import replace_file
-from extract.rundir import owned
+from extract.rundir import owned, read_object
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def require_unchanged(sweep_dir: Path, hydra: Any) -> None:
     """Raises ValueError, before a job begins, if its config would be composed from other files than the first one's."""
     if not (sweep_dir / SWEEP_NAME).exists():
         return  # an application without the callback
-    before, now = json.loads((sweep_dir / SWEEP_NAME).read_text())["config_files"], config_files(hydra)
+    before, now = _saved_sweep(sweep_dir)["config_files"], config_files(hydra)
     changed = [name for name in sorted(before.keys() | now.keys()) if (name, before.get(name)) != (name, now.get(name))]
     if changed:
         raise ValueError(
@@ -104,8 +105,14 @@ def require_unchanged(sweep_dir: Path, hydra: Any) -> None:
 
 def varied_keys(sweep_dir: Path) -> list[str]:
     """What the sweep varies, by what its command and config say."""
-    file = sweep_dir / SWEEP_NAME
-    return json.loads(file.read_text())["varied"] if file.exists() else []
+    return _saved_sweep(sweep_dir)["varied"] if (sweep_dir / SWEEP_NAME).exists() else []
+
+
+def _saved_sweep(sweep_dir: Path) -> dict[str, Any]:
+    told = read_object(sweep_dir / SWEEP_NAME)
+    if not isinstance(told.get("varied"), list) or not isinstance(told.get("config_files"), dict):
+        raise ValueError(f"{sweep_dir / SWEEP_NAME} is no sweep's; remove it and run the same command again")
+    return told
 
 
 def _record_status(directory: Path, job_return: JobReturn) -> None:
@@ -116,8 +123,9 @@ def _record_status(directory: Path, job_return: JobReturn) -> None:
         error = job_return._return_value
         log.error("job %s failed\n%s", directory.name, "".join(traceback.format_exception(error)))
         state = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-    path = directory / STATUS_NAME
-    told = json.loads(path.read_text()) if path.exists() else {}
+    path, told = directory / STATUS_NAME, {}
+    with suppress(ValueError):  # there is none, or none that says anything
+        told = read_object(path)
     if told.get("status") == "finished" and state["status"] == "failed":
         return  # this job was refused; what an earlier one has finished here stays finished
     kept = {key: value for key, value in told.items() if key != "reason"}
@@ -126,7 +134,11 @@ def _record_status(directory: Path, job_return: JobReturn) -> None:
 
 def _print_at_end(sweep_dir: Path) -> None:
     if any(sweep_dir.glob(f"*/{OVERRIDES_NAME}")):
-        show(f"in {os.path.relpath(sweep_dir)}", read_sweep(sweep_dir))
+        try:
+            show(f"in {os.path.relpath(sweep_dir)}", read_sweep(sweep_dir))
+        except (OSError, ValueError) as error:  # the process ends: nobody is left to raise it to
+            log.error("the table of %s cannot be shown: %s", sweep_dir, error)
+            return
         Console().print(f"summary: {os.path.relpath(sweep_dir / 'summary.md')}", soft_wrap=True, highlight=False)
 
 

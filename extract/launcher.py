@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 WARDEN = Path(__file__).with_name("warden.py")
 TAIL_LINES, TAIL_BYTES = 30, 1 << 16
 ASK_EVERY_S, TELL_EVERY_S = 0.25, 10.0
+KILL_WITHIN_S = 5.0
+"""How long after the grace `stop` waits for the warden to have killed everything."""
 LEFT_OUT = {
     "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV",
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK",
@@ -85,7 +87,7 @@ class Launched:
                 self._warden.stdin.write(b"\n")
         self._warden.stdin.close()
         try:
-            self._warden.wait(self.grace_s + 5)
+            self._warden.wait(self.grace_s + KILL_WITHIN_S)
         except subprocess.TimeoutExpired:
             # Left alone it goes on killing, and cleans up, as soon as the system lets those processes die.
             log.warning("some process of the server cannot even be killed yet; see ps, and its log %s", self.log_file)

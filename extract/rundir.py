@@ -42,7 +42,7 @@ class RunDir:
 
     def summary(self) -> dict[str, Any]:
         """Figures of the finished run."""
-        return json.loads((self.path / "summary.json").read_text())
+        return read_object(self.path / "summary.json")
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def open_run(
 
 def join_run(path: Path) -> RunDir:
     """The attempt that rank 0 has opened, for the other ranks of the same training; they write nothing here."""
-    record = json.loads((path / "run.json").read_text())
+    record = saved_run(path)
     return RunDir(path, "unfinished", len(record["attempts"]), record["inputs"])
 
 
@@ -98,11 +98,26 @@ def saved_run(path: Path) -> dict[str, Any]:
     if not (path / "run.json").is_file():
         what = "holds no run.json" if path.is_dir() else "is no directory"
         raise ValueError(f"{path.resolve()} {what}; give the run directory of a training, outputs/train/NAME-HASH")
+    record = read_object(path / "run.json")
+    kinds = {"stage": str, "config": dict, "inputs": dict, "attempts": list}
+    wrong = [key for key, kind in kinds.items() if not isinstance(record.get(key), kind)]
+    if wrong or not all(isinstance(attempt, dict) for attempt in record["attempts"]):
+        raise ValueError(
+            f"{path.resolve()} is no run directory: run.json lacks {', '.join(wrong) or 'attempts'}, or has something "
+            "else there; restore it, or remove the directory"
+        )
+    return {key: record[key] for key in kinds}
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object that a run left behind; ValueError names a file that holds none."""
     try:
-        record = json.loads((path / "run.json").read_text())
-        return {key: record[key] for key in ("stage", "config", "inputs", "attempts")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path.resolve()} is no run directory: run.json cannot be read ({error})") from error
+        told = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file.resolve()} cannot be read ({error}); restore it, or remove its directory") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{file.resolve()} is no JSON object; restore it, or remove its directory")
+    return told
 
 
 def _claim(
@@ -112,7 +127,7 @@ def _claim(
     state: State = "new"
     (path / "traceback.txt").unlink(missing_ok=True)
     if (path / "run.json").exists():
-        old = json.loads((path / "run.json").read_text())
+        old = saved_run(path)
         _refuse_other(path, old, record, depends_on)
         record["attempts"] = old["attempts"]
         state = "finished" if intact and _is_finished(path) else "unfinished"
@@ -127,7 +142,7 @@ def _claim(
 
 def _forget_inputs(path: Path, inputs: Mapping[str, str]) -> bool:
     """Makes `inputs` those of the run directory; False if it had others."""
-    old = json.loads((path / "run.json").read_text())
+    old = saved_run(path)
     if old["inputs"] == dict(inputs):
         return True
     _write_json(path / "run.json", old | {"inputs": dict(inputs)})
@@ -138,7 +153,7 @@ def _is_finished(path: Path) -> bool:
     status = path / "status.json"
     if not status.exists() or not (path / "summary.json").exists():
         return False
-    return json.loads(status.read_text())["status"] == "finished"
+    return read_object(status).get("status") == "finished"
 
 
 def _refuse_other(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], depends_on: set[str]) -> None:

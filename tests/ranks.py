@@ -33,9 +33,14 @@ class Job:
     written: float = 1.0
     seed: int | None = None
     """Of the order of rows; None keeps it."""
+    poisoned: int | None = None
+    """A row whose captured states are NaN."""
 
     def case(self) -> Case:
-        return make_case([list(row) for row in self.lengths], padding=1, seed=8, written=self.written)
+        case = make_case([list(row) for row in self.lengths], padding=1, seed=8, written=self.written)
+        if self.poisoned is not None:
+            case.batch["aux"][self.poisoned] = float("nan")
+        return case
 
 
 @dataclass

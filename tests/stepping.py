@@ -1,5 +1,6 @@
 """Optimizer steps through Lightning's Trainer, as train.py runs them, on batches that lie ready."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,8 +27,9 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         if trainer.global_step > len(self.rates):
             self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-            gradients = [p.grad for p in pl_module.drafter.parameters()]
-            self.norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
+            gradients = [p.grad for p in pl_module.drafter.parameters() if p.grad is not None]
+            norms = [g.norm() for g in gradients]
+            self.norms.append(float(torch.stack(norms).norm()) if norms else math.nan)  # of a skipped step
             self.sums.append(pl_module.train_sums.clone())
             pl_module.train_sums.zero_()
 

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,10 @@ from tiny_store import in_child
 from transformers import AutoModelForCausalLM
 
 from eagle3 import checkpoints as module
-from eagle3.checkpoints import KEEP, Checkpoints, checkpoints, newest_sound
+from eagle3.best import best_validation
+from eagle3.checkpoints import KEEP, Checkpoints, checkpoints, is_published, newest_sound
 from eagle3.export.directory import load_drafter
+from eagle3.runlog.ledger import Row
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +61,8 @@ class Saving:
         self.run_dir, self.module = run_dir, SimpleNamespace(drafter=drafter)
         self.callback = Checkpoints(run_dir, self.record, start, ORIGIN)
 
-    def __call__(self, step, accept_len):
-        self.record.last_val = {"accept_len": accept_len}
+    def __call__(self, step, accept_len, loss=2.0):
+        self.record.last_val = {"accept_len": accept_len, "loss": loss}
         self.callback.on_validation_end(Trainer(global_step=step - self.record.start_step), self.module)
 
     def names(self):
@@ -149,6 +152,9 @@ def test_going_on_publishes_what_a_crash_left_unpublished(save, drafter):
     (save.run_dir / "drafter").unlink()
     (save.run_dir / "drafter").symlink_to("checkpoints/step-000001")
     going_on = Saving(save.run_dir, drafter, checkpoints(save.run_dir)[-1])
+    for is_global_zero in (False, True):
+        going_on.callback.on_fit_start(SimpleNamespace(is_global_zero=is_global_zero), going_on.module)
+        assert going_on.best() == ("step-000002" if is_global_zero else "step-000001"), "one process writes the link"
     assert going_on.best() == "step-000002"
     going_on(3, 1.6)
     assert (going_on.best(), checkpoints(save.run_dir)[-1].best_accept_len) == ("step-000002", 1.7)
@@ -189,6 +195,61 @@ def test_a_checkpoint_with_one_wrong_bit_is_passed_over_by_name(save, caplog):
     state.write_bytes(data[:-30] + bytes(30))
     assert newest_sound(save.run_dir).step == 1
     assert newest_sound(save.run_dir / "nothing") is None
+
+
+def wrong_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "trainer.ckpt"])
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (wrong_bit, "is damaged ("),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is no whole checkpoint ("),
+        (Path.unlink, "is no whole checkpoint ("),
+    ],
+)
+def test_a_checkpoint_of_which_any_file_was_changed_is_passed_over_by_name(save, caplog, file, damage, told):
+    for step in (1, 2):
+        save(step, 1 + step / 10)
+    newest = checkpoints(save.run_dir)[-1].path
+    damage(newest / file)
+    assert newest_sound(save.run_dir).step == 1
+    (line,) = caplog.messages
+    assert line.startswith(f"{newest} {told}{file}") and line.endswith("and is passed over")
+    assert is_published(save.run_dir) == (file == "trainer.ckpt" and "damaged" in told), "of no use to who decodes"
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_the_best_that_is_left(save, drafter, caplog):
+    for step, accept_len in enumerate([1.2, 1.9, 1.5, 1.4], start=1):
+        save(step, accept_len)
+    wrong_bit(save.run_dir / "checkpoints" / "step-000002" / "model.safetensors")
+    found = newest_sound(save.run_dir)
+    assert (found.step, found.best_step, found.best_accept_len) == (4, 3, 1.5)
+    assert "the best checkpoint, of step 2, is damaged (model.safetensors: not the bytes" in caplog.text
+    going_on = Saving(save.run_dir, drafter, found)
+    going_on.callback.on_fit_start(Trainer(), going_on.module)
+    assert going_on.best() == "step-000003"
+    going_on(5, 1.3)
+    assert going_on.names() == ["step-000003", "step-000004", "step-000005"]
+
+
+def test_of_equal_lengths_the_lowest_validation_loss_is_the_best_and_then_the_earliest(save, drafter):
+    nan = float("nan")
+    published = []
+    for step, loss in enumerate([nan, 2.0, 2.0, 1.5, nan, 1.7], start=1):
+        save(step, 1.5, loss)
+        published.append(int(save.best()[-1]))
+    assert published == [1, 2, 2, 4, 4, 4]
+    going_on = Saving(save.run_dir, drafter, newest_sound(save.run_dir))
+    going_on(7, 1.5, 1.6)
+    assert going_on.best() == "step-000004", "the loss of the best is kept over a resume"
+    rows = [Row("r", 1, n, "val", n, 0.0, {"accept_len": 1.5, "loss": loss})
+            for n, loss in enumerate([nan, 2.0, 2.0, 1.5, nan, 1.7], start=1)]  # fmt: skip
+    assert best_validation(rows).step == 4 and best_validation(rows[:3]).step == 2, "tables and charts agree"
 
 
 def test_the_newest_is_that_of_the_highest_step_whatever_its_name_or_time(save):

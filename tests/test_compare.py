@@ -1,14 +1,19 @@
 """Runs side by side: order, what sets them apart, what became of them, and which commands go on with the best."""
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.lines import Line2D
 from omegaconf import OmegaConf
+from rich.console import Console
 
-from eagle3.compare import apart, code_note, commands, read_runs, read_sweep, update_summary
+from eagle3 import charts
+from eagle3.charts import draw
+from eagle3.compare import apart, code_note, commands, names_of, read_runs, read_sweep, summary_table, update_summary
 from eagle3.runlog.ledger import Declared, Ledger
 from eagle3.sweep import begin_sweep, require_unchanged, varied_keys
 from extract.rundir import owned
@@ -46,10 +51,69 @@ def test_equal_lengths_are_ordered_by_validation_loss(tmp_path):
 def test_only_overrides_that_differ_are_shown(tmp_path):
     a_run(tmp_path / "0", ["store=s", "lr=1e-3", "decay=0.8"], accept_len=1.2)
     a_run(tmp_path / "1", ["store=s", "lr=3e-4", "decay=0.8", "noise=0"])
-    assert apart(read_sweep(tmp_path)) == ["lr=3e-4 noise=0", "lr=1e-3"]
+    assert apart(read_sweep(tmp_path)) == [{"lr": "3e-4", "noise": "0"}, {"lr": "1e-3"}]
     update_summary(tmp_path)
     told = (tmp_path / "summary.md").read_text() + (tmp_path / "summary.csv").read_text()
     assert "store=s" not in told and "decay" not in told
+
+
+LONG = "/data/projects/speculative/stores/llama31_8b/ultrachat"
+
+
+@pytest.mark.parametrize(
+    ("told", "short"),
+    [
+        ([["optimizer.lr=1e-3"], ["optimizer.lr=1e-4"]], ["lr=1e-3", "lr=1e-4"]),
+        ([["a.lr=1", "b.lr=2"], ["a.lr=3", "b.lr=4"]], ["a.lr=1 b.lr=2", "a.lr=3 b.lr=4"]),
+        ([[f"store={LONG}/one"], [f"store={LONG}/two/"]], ["store=one", "store=two"]),
+        ([["store=/a/same"], ["store=/b/same"]], ["store=/a/same", "store=/b/same"]),
+        ([["betas=[0.9,0.95]"], ["betas=[0.8,0.9]"]], ["betas=[0.9,0.95]", "betas=[0.8,0.9]"]),
+        ([[f"text={'x' * 40}{end}"] for end in "ab"], [f"text={'x' * 15}…{'x' * 15}{end}" for end in "ab"]),
+        ([[f"text={'x' * 30}{middle}{'x' * 30}"] for middle in "ab"], [f"text={'x' * 30}{m}{'x' * 30}" for m in "ab"]),
+        ([["seed=1", "lr=1"], ["seed=1"]], ["lr=1", ""]),
+    ],
+)  # fmt: skip
+def test_names_are_as_short_as_they_can_be_without_two_alike(tmp_path, monkeypatch, told, short):
+    for number, overrides in enumerate(told):
+        a_run(tmp_path / str(number), [*overrides, "same=for-all"], accept_len=2 - number / 10)
+    jobs = read_sweep(tmp_path)
+    assert names_of(jobs) == short
+    console = Console(width=200, file=io.StringIO())
+    console.print(summary_table("jobs", jobs))
+    drawn = []
+    monkeypatch.setattr(charts, "_entry", lambda label, *_: drawn.append(label) or Line2D([], [], label=label))
+    draw([job.directory for job in jobs], tmp_path / "charts")
+    if all(short):
+        assert all(line in console.file.getvalue() for name in short for line in name.split())
+        assert drawn == short, "the legend says the same"
+
+
+def test_runs_that_differ_in_everything_are_told_by_a_few_settings(tmp_path):
+    for number in (0, 1):
+        a_run(tmp_path / str(number), config={"drafter": {f"key_{n}": number for n in range(20)}})
+    assert [len(name.split()) for name in names_of(read_runs([tmp_path / "0", tmp_path / "1"]))] == [4, 4]
+
+
+@pytest.mark.parametrize("file", ["run.json", "status.json", "sweep.json", ".hydra/overrides.yaml"])
+@pytest.mark.parametrize("content", ["[]", "{}", '{"stage": "train", "config": ', '"x"', "null", "\x00: [", "[1]"])
+def test_a_damaged_file_is_named_and_met_with_no_traceback(tmp_path, file, content):
+    for name in ("0", "1"):
+        a_run(tmp_path / "sweep" / name, ["lr=1"])
+    hydra = hydra_node(tmp_path / "sweep", tmp_path / "sweep")
+    begin_sweep(tmp_path / "sweep", hydra)
+    damaged = tmp_path / "sweep" / file if file == "sweep.json" else tmp_path / "sweep" / "1" / file
+    damaged.parent.mkdir(exist_ok=True)
+    damaged.write_text(content)
+    calls = (lambda: varied_keys(tmp_path / "sweep"),) if file == "sweep.json" else (
+        lambda: read_runs([tmp_path / "sweep"]), lambda: update_summary(tmp_path / "sweep"),
+        lambda: read_runs([tmp_path / "sweep" / "1"]),
+    )  # fmt: skip
+    for call in calls:
+        if (file, content) == (".hydra/overrides.yaml", "[]"):
+            call()  # nothing was overridden
+            continue
+        with pytest.raises(ValueError, match=str(damaged if file != "run.json" else damaged.parent)):
+            call()
 
 
 def test_the_summary_ends_with_commands_for_the_best(tmp_path, monkeypatch):

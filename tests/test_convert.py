@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import reference
@@ -98,7 +99,8 @@ def parity_outputs(drafter):
 
 @pytest.mark.parametrize("size", [200, 320])
 def test_ours_to_speculators_and_back(model, verifier, tmp_path, size):
-    ours = save_drafter(tiny_drafter(model, draft_vocab_size=size), tmp_path / "ours", origin=ORIGIN)
+    origin = replace(ORIGIN, verifier_sha256=read_verifier(verifier).sha256())
+    ours = save_drafter(tiny_drafter(model, draft_vocab_size=size), tmp_path / "ours", origin=origin)
     theirs, back = tmp_path / "theirs", tmp_path / "back"
     assert main(["to-speculators", str(ours), "--out", str(theirs), "--verifier", str(verifier)]) == 0
     config = config_of(theirs)

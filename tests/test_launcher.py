@@ -135,6 +135,26 @@ def test_one_that_does_not_heed_that_is_killed_after_the_grace(tmp_path):
     server.stop()
 
 
+def test_what_cannot_be_killed_at_once_is_left_to_the_warden_which_finishes_the_job(tmp_path, monkeypatch, caplog):
+    """A process in the kernel's hands does not die of SIGKILL until it is let go; here the warden is held instead."""
+    monkeypatch.setattr(launcher, "KILL_WITHIN_S", 0.2)
+    orphan, scratch = tmp_path / "orphan", tmp_path / "scratch"
+    scratch.mkdir()
+    port = free_port()
+    command = [sys.executable, str(STUB), "--port", str(port), "--served-model-name", "stub"]
+    log_file = tmp_path / "server.log"
+    server = launch(command, {"STUB": f"stubborn,detaches={orphan}"}, log_file, timeout_s=60, grace_s=0.1,
+                    healthy=lambda: "session" in log_file.read_text(), scratch=scratch)  # fmt: skip
+    pids = [int(written(orphan)), int(log_file.read_text().split()[-1])]
+    os.kill(server._warden.pid, signal.SIGSTOP)
+    server.stop()
+    assert "cannot even be killed yet" in caplog.text
+    assert listens(port) and not any(gone(pid, within_s=0) for pid in pids), "nobody else can end them now"
+    os.kill(server._warden.pid, signal.SIGCONT)
+    assert all(gone(pid) for pid in pids) and not listens(port)
+    assert server.death(within_s=10) is not None and not scratch.exists()
+
+
 def test_a_death_between_requests_is_told_with_signal_and_log(tmp_path):
     log_file = tmp_path / "server.log"
     code = "import os, time; print(os.getpid()); time.sleep(1000)"

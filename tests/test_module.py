@@ -1,5 +1,6 @@
 """Tests of eagle3.module: optimizer steps through Lightning's Trainer, as train.py runs them."""
 
+import math
 from typing import Any
 
 import pytest
@@ -196,3 +197,18 @@ def test_replies_of_undraftable_tokens_give_no_loss_and_count_as_misses():
     found = rates(module.val_sums, 0.8)
     assert out.loss.item() == 0.0 and "loss_0" not in found
     assert found["coverage"] == 0.0 and found["acc_0"] == 0.0 and found["accept_len_all_rows"] == 1.0
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_as_they_are(poison: float):
+    """1e30 is finite, the norm over it is not."""
+    case = make_case(LENGTHS, seed=8)
+    module, without = case.module(), make_case(LENGTHS, seed=8).module()
+    batches = steps_of(case.batch, 3)
+    case.drafter.norm.weight.register_hook(lambda g: torch.full_like(g, poison) if module.step == 1 else g)
+    watch = train(module, batches)
+    train(without, [batches[0], batches[2]])
+    assert [math.isfinite(norm) for norm in watch.norms] == [True, False, True], "the step has a row of its own"
+    for name, weight in copies(without.drafter).items():
+        assert torch.equal(copies(module.drafter)[name], weight), name
+    assert {int(state["step"]) for state in module.trainer.optimizers[0].state.values()} == {2}

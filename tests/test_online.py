@@ -20,9 +20,11 @@ STEPS = 30
 
 def train_online(folder: Path, url: str, told, trouble: str) -> None:
     """A training in a process of its own, whose W&B service is its own too."""
+    os.environ.pop("WANDB_SERVICE", None)
     os.environ |= {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40, "no_proxy": "127.0.0.1", "WANDB_SILENT": "true"}
-    wandb_mirror.FINISH_TIMEOUT_S = 1.0 if trouble else 30.0
+    wandb_mirror.FINISH_TIMEOUT_S = 1.0 if trouble.startswith("the") else 30.0
     wandb_mirror.EXIT_RECORD_TIMEOUT_S = 1.0
+    wandb_mirror.SETTLE_TIMEOUT_S = 3.0
     check_wandb_ready("online")
     try:
         with open_runlog(
@@ -30,6 +32,9 @@ def train_online(folder: Path, url: str, told, trouble: str) -> None:
             tags=("a", "b"), config={"optimizer": {"lr": 1e-3}},
         ) as log:  # fmt: skip
             log.expect("train", STEPS)
+            if trouble == "a row is lost":
+                run = log.mirrors[0].mirror.run
+                run.log = lambda row, real=run.log: None if row["step"] == 7 else real(row)
             for step in range(1, STEPS + 1):
                 log.emit("train", step, {"loss": 1.0 / step})
                 if step == 10 and trouble == "the server dies":
@@ -84,3 +89,10 @@ def test_trouble_with_wandb_stops_no_training_and_is_told(tmp_path, trouble):
     assert len(read_ledger(tmp_path)) == STEPS
     report = json.loads((tmp_path / "reconcile.json").read_text())
     assert not report["ok"] and report["splits"]["train"]["emitted"] == STEPS
+
+
+def test_a_row_that_is_lost_marks_the_run_as_failed_on_the_server(tmp_path):
+    with standin_wandb() as server:
+        said = run_online(tmp_path, server.url, "a row is lost")
+    assert "wandb: 1 train rows missing or incomplete at step 7" in said
+    assert server.exit_codes == [1] and len(server.rows) == STEPS - 1

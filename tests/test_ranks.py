@@ -1,5 +1,6 @@
 """Tests of two processes, DDP and FSDP2: for any spread of supervised tokens they train as one process on one batch."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -23,12 +24,17 @@ JOBS |= {
     ("shuffled, partly written", strategy): Job(((9, 5), (11,), (3, 8), (6, 6), (4,)), 2, strategy, 0.7, seed=3)
     for strategy in STRATEGIES
 }
+POISONED = {
+    ("one rank meets NaN", strategy): Job(((8,), (3, 7), (10,), (6,)), 2, strategy, poisoned=1)
+    for strategy in STRATEGIES
+}
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[tuple[str, str], list[Outcome]]:
     """Of every job, both ranks': one pair of processes runs them all."""
-    return dict(zip(JOBS, in_two_processes(list(JOBS.values())), strict=True))
+    jobs = JOBS | POISONED
+    return dict(zip(jobs, in_two_processes(list(jobs.values())), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -58,3 +64,16 @@ def test_the_union_of_the_ranks_rows_is_the_data_and_none_comes_twice(
     assert Counter(row for _, row in seen) == Counter(2 * list(range(len(job.lengths))))  # two epochs
     steps = -(-len(job.lengths) // job.rows_per_step)
     assert {step for step, _ in seen} == set(range(2 * steps))
+
+
+@pytest.mark.parametrize("name", POISONED, ids=lambda name: name[1])
+def test_a_gradient_that_is_nan_on_one_rank_changes_no_weight_on_any(
+    outcomes: dict[tuple[str, str], list[Outcome]], name: tuple[str, str]
+):
+    one, two = train(POISONED[name]), outcomes[name]
+    for rank in (one, *two):
+        assert [math.isfinite(norm) for norm in rank.norms] == [False, True, False, True], "rows 0 and 1, two epochs"
+        for weight, want in one.weights.items():
+            assert want.isfinite().all()
+            torch.testing.assert_close(rank.weights[weight], want, rtol=1e-4, atol=1e-6, msg=weight)
+    assert not torch.equal(one.weights["fc.weight"], POISONED[name].case().drafter.fc.weight), "other steps count"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.runlog import MetricsLost, RunLog, guard, open_runlog
+from eagle3.runlog import MetricsLost, RunLog, guard, open_runlog, wandb_mirror
 from eagle3.runlog.guard import Guarded
 from eagle3.runlog.ledger import Declared, Ledger, Row
 from eagle3.runlog.mirrors import Held, Mirror
@@ -102,7 +102,7 @@ def test_a_guard_logs_the_first_failures_and_counts_them_all(caplog):
     guard = Guarded(Broken())
     for step in range(10):
         guard.emit(Row("r", 1, step + 1, "train", step, 0.0, {}))
-    guard.close(ok=True)
+    guard.close(True, Held())
     assert len(guard.failures) == 10 and guard.failures[0] == "train step 0: ZeroDivisionError: no"
     assert caplog.text.count("mirror broken failed") == 3
 
@@ -207,7 +207,8 @@ def test_a_mirror_with_a_full_disk_is_told_and_marks_the_wandb_run_as_failed(tmp
     assert report(tmp_path)["splits"]["train"]["wandb"] == 3
 
 
-def test_rows_that_wandb_swallows_are_noticed(tmp_path):
+def test_rows_that_wandb_swallows_are_noticed_while_its_run_can_still_be_marked_as_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(wandb_mirror, "SETTLE_TIMEOUT_S", 2.0)
     log = open_runlog(tmp_path, DECLARED, mode="offline", project="p", group="g", name="n", job_type="train", config={})
     run = log.mirrors[0].mirror.run
     real, calls = run.log, []
@@ -220,6 +221,45 @@ def test_rows_that_wandb_swallows_are_noticed(tmp_path):
     run.log = drops_the_second
     with pytest.raises(MetricsLost, match="wandb: 1 train rows missing or incomplete at step 2"), log:
         train(log, 3)
+    (wandb_file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert read_wandb(wandb_file).exit_code == 1
+    assert "lacks rows" in report(tmp_path)["gaps"][-1]
+
+
+def test_the_rows_are_read_back_before_the_wandb_run_is_finished(tmp_path, monkeypatch):
+    """Of a run that lost nothing, once W&B has written it: it is not marked by what is still on its way."""
+    seen = []
+    real = wandb_mirror.WandbMirror.close
+
+    def close(self, ok):
+        seen.append((ok, read_wandb(self.log_file)))
+        real(self, ok)
+
+    monkeypatch.setattr(wandb_mirror.WandbMirror, "close", close)
+    log = open_runlog(tmp_path, DECLARED, mode="offline", project="p", group="g", name="n", job_type="train", config={})
+    with log:
+        train(log, 300)
+    ((ok, history),) = seen
+    assert ok and len(history.rows) == 300 and history.exit_code is None
+
+
+def test_a_mirror_that_loses_rows_is_closed_as_failed(tmp_path):
+    class Settling(Memory):
+        def settle(self, want):
+            assert want == Held({("train", step, 1): 1 for step in (1, 2, 3)})
+            if self.rows != want:
+                raise RuntimeError("rows are missing")
+
+    mirror = Settling(drop={2})
+    told = "first rows before the end: RuntimeError: rows are missing"
+    with pytest.raises(MetricsLost, match=told), open_with(tmp_path, mirror) as log:
+        train(log, 3)
+    assert mirror.closed_ok is False
+    (tmp_path / "well").mkdir()
+    mirror = Settling()
+    with open_with(tmp_path / "well", mirror) as log:
+        train(log, 3)
+    assert mirror.closed_ok is True
 
 
 def test_a_lost_metric_makes_the_process_exit_non_zero(tmp_path):

@@ -231,3 +231,44 @@ def test_what_bf16_rounds_together_is_a_tie_in_the_engines_precision(model):
 def test_a_text_that_ends_early_is_no_tie():
     ended = parting([0, 0], [0], torch.zeros(2, 4))
     assert ended.at == 1 and ended.tokens == (0, None) and math.isinf(ended.ulps) and not ended.tie
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_new_tokens": 20}, "answered with 24 tokens, beyond evaluation.max_new_tokens=20"),
+        ({"end_of_turn_ids": None}, "answered with 24 tokens, beyond the end of turn, 5"),
+    ],
+)
+def test_an_engine_that_says_more_than_it_was_asked_in_both_its_lives_is_refused(model, drafter, settings, told):
+    class Talkative(PlayedEngine):
+        def complete(self, ids, *, max_new_tokens, stop_ids):
+            return super().complete(ids, max_new_tokens=SETTINGS.max_new_tokens, stop_ids=SETTINGS.end_of_turn_ids)
+
+    @contextmanager
+    def start(with_drafter):
+        yield Talkative(model, drafter if with_drafter else None, SETTINGS.drafts)
+
+    if "end_of_turn_ids" in settings:
+        first = Talkative(model, None, 3).complete(PROMPTS[0], max_new_tokens=24, stop_ids=()).ids
+        assert first[4] not in first[:4]
+        settings = {"end_of_turn_ids": frozenset({first[4]})}
+    with pytest.raises(ValueError, match=f"prompt p0: the engine {told}"):
+        ask(start, settings=replace(SETTINGS, **settings))
+
+
+def test_an_answer_that_ends_where_it_should_is_taken(model, drafter):
+    [first, *_] = ask(played(model, drafter, 3)).prompts
+    end = first.plain.ids[6]
+    settings = replace(SETTINGS, end_of_turn_ids=frozenset({end}))
+    [again, *_] = ask(played(model, drafter, 3), settings=settings).prompts
+    assert again.plain.ids == again.speculative.ids == first.plain.ids[: first.plain.ids.index(end) + 1]
+
+
+def test_a_clock_that_stands_still_is_no_speed(model, drafter):
+    report = judge(model, drafter, drafter)
+    still = tuple(replace(j, result=replace(j.result, plain_s=0.0, speculative_s=0.0)) for j in report.judged)
+    again = make_served_report(
+        "played", still, report.raw, find_suspects=tuple, drafts=3, resamples=10, seed=0,
+    )  # fmt: skip
+    assert dict(again.rows())["tokens/s, one at a time"] == "alone not timed, with drafter not timed"

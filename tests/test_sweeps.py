@@ -83,3 +83,13 @@ def test_a_sweep_over_several_devices_is_refused(folder, extracted):
     done = run("train.py", "-m", *told, cwd=folder)
     assert done.code != 0 and "a sweep (-m) trains on one device a job" in done.output
     assert not list((folder / "devices").rglob("run.json"))
+
+
+def test_another_sweep_in_its_directory_is_refused_and_changes_nothing_of_the_table(folder, extracted):
+    told = settings(optimizer__epochs=1, hydra__sweep__dir="shared", seed="0,1")
+    succeed("train.py", "-m", *told, cwd=folder)
+    table = (folder / "shared" / "summary.csv").read_text()
+    assert "seed=1" in table
+    done = run("train.py", "-m", *[t for t in told if not t.startswith("seed")], "seed=7,1", cwd=folder)
+    assert done.code != 0 and "seed: 0 there, 7 now" in done.output
+    assert (folder / "shared" / "summary.csv").read_text() == table

@@ -17,11 +17,12 @@ from rich.text import Text
 
 from eagle3.drafter import DrafterShape
 from eagle3.export.check import Fault, check
-from eagle3.export.config import CONFIG, LAYER_IDS, Origin, read_json, serving_of
+from eagle3.export.config import CONFIG, LAYER_IDS, Origin, serving_of
 from eagle3.export.convert import Source, read_source
 from eagle3.export.directory import find_drafter, read_origin, read_tensors, replace_directory, write_drafter
 from eagle3.export.engines import ENGINES, VLLM_VERSIONS, engine_of
 from eagle3.export.facts import EMBEDDING, read_contents
+from eagle3.export.files import read_json
 from eagle3.export.parity import refuse_other_outputs
 from eagle3.export.speculators import speculators_config
 from eagle3.export.verifier import VerifierDir, read_verifier
@@ -38,6 +39,7 @@ def export(options: argparse.Namespace) -> int:
     place = drafter_of_run(options.source)
     verifier = None if options.verifier is None else read_verifier(options.verifier)
     out = options.out or place.absolute().parent / f"{place.absolute().name}-sglang-{options.sglang}"
+    _refuse_within(out, place)
     source, family, origin = _read(place, options.capture_layers, verifier)
     serving = serving_of(source.shape, family, options.sglang)
 
@@ -104,6 +106,8 @@ def to_speculators(options: argparse.Namespace) -> int:
     """Writes a drafter of ours in speculators' format; ValueError where it is none or vLLM would misread it."""
     place = drafter_of_run(options.source)
     verifier, origin = read_verifier(options.verifier), read_origin(place)
+    _refuse_within(options.out, place)
+    _refuse_stranger(verifier, origin)
     shape, tensors = read_tensors(place)
     drafts = options.drafts if options.drafts is not None else (origin.ttt_steps if origin else None)
     if drafts is None:
@@ -157,7 +161,9 @@ def _read(
         return source, _family_of(place, verifier), None
     if capture_layers:
         raise ValueError(f"{place} names its layers itself; leave out --capture-layers")
-    return Source(OURS, *read_tensors(place)), config["verifier_family"], read_origin(place)
+    origin = read_origin(place)
+    family = config.get("verifier_family") or _family_of(place, verifier)
+    return Source(OURS, *read_tensors(place)), family, origin
 
 
 def _family_of(place: Path, verifier: VerifierDir | None) -> str:
@@ -167,6 +173,22 @@ def _family_of(place: Path, verifier: VerifierDir | None) -> str:
             "config.json is enough): SGLang numbers layers by its model_type"
         )
     return verifier.model_type
+
+
+def _refuse_within(out: Path, place: Path) -> None:
+    """A drafter directory holds its two files and nothing else."""
+    source = find_drafter(place).resolve()
+    if source in out.resolve().parents:
+        raise ValueError(f"--out {out} lies within the drafter {source} that is read; name a directory elsewhere")
+
+
+def _refuse_stranger(verifier: VerifierDir, origin: Origin | None) -> None:
+    """The file is to hold this verifier's embedding, and another's would draft something else."""
+    if origin is not None and (sha256 := verifier.sha256()) != origin.verifier_sha256:
+        raise ValueError(
+            f"--verifier {verifier.directory} is not the verifier that the drafter was trained for: {sha256[:12]}, not "
+            f"{origin.verifier_sha256[:12]} of {origin.verifier}; give that very directory"
+        )
 
 
 def _network_rows(shape: DrafterShape) -> list[tuple[str, str]]:

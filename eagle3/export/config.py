@@ -5,15 +5,15 @@ SGLang's nested list is what `extract.numbering` makes of k for the verifier's f
 the directory is written for. `capture_layers` says k outright.
 """
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 from eagle3.drafter import DrafterShape
+from eagle3.export.files import read_json, required
 from extract.numbering import known_version, sglang_captures, sglang_layer_ids, versions_capturing
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -67,6 +67,14 @@ class Origin:
     """K, draft steps unrolled in training."""
     max_len: int
     """Tokens of the longest row trained on; `max_position_embeddings` is the verifier's and may be more."""
+
+
+ORIGIN_KINDS: dict[str, Any] = {
+    **dict.fromkeys((field.name for field in fields(Origin)), str),
+    "end_of_turn_ids": list,
+    "ttt_steps": int,
+    "max_len": int,
+}
 
 
 @dataclass(frozen=True)
@@ -144,14 +152,14 @@ def _said_of(origin: Origin) -> dict[str, Any]:
 
 def origin_of_config(config: dict[str, Any], file: Path) -> Origin | None:
     """What `config_of` was told; None where it was told none, ValueError where it is not what it writes."""
-    if "origin" not in config:
+    if config.get("origin") is None:
         return None
-    try:
-        apart = {key: config[key] for key in ("chat_template_sha256", "verifier_family")}
-        values = {**config["origin"], **apart}
-        return Origin(**{**values, "end_of_turn_ids": tuple(values["end_of_turn_ids"])})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file}: origin is not what this program writes ({error}); train again") from None
+    values = {**config["origin"], **{key: config.get(key) for key in ("chat_template_sha256", "verifier_family")}}
+    required(values, ORIGIN_KINDS, file, "origin, ")
+    unknown = sorted(values.keys() - ORIGIN_KINDS.keys())
+    if unknown:
+        raise ValueError(f"{file}: origin, {unknown} are not what this program writes; train again")
+    return Origin(**{**values, "end_of_turn_ids": tuple(values["end_of_turn_ids"])})
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -159,17 +167,6 @@ def read_config(file: Path) -> dict[str, Any]:
     config = read_json(file)
     if config.get("torch_dtype") not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"{file}: torch_dtype is {config.get('torch_dtype')!r}, must be bfloat16, float16 or float32")
-    return config
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Any JSON object; ValueError names the file."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: unreadable ({error}); export the drafter again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: is no JSON object")
     return config
 
 

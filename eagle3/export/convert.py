@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3.drafter import DrafterShape
-from eagle3.export.config import ARCHITECTURE, CONFIG, LAYER_IDS, WEIGHTS, read_json, shape_of
+from eagle3.export.config import ARCHITECTURE, CONFIG, LAYER_IDS, WEIGHTS, shape_of
 from eagle3.export.directory import DTYPES, find_drafter, misfits
 from eagle3.export.facts import EMBEDDING, is_verifiers
+from eagle3.export.files import read_json
 from eagle3.export.speculators import is_speculators, own_config
 from eagle3.export.verifier import VerifierDir
 from eagle3.vocab import DraftVocab

@@ -32,6 +32,7 @@ from eagle3.export.config import (
     shape_of,
 )
 from eagle3.export.facts import MAPS
+from eagle3.export.files import read_json
 from eagle3.export.network import NETWORK, contradictions, network_json, read_network, sort_metadata
 from eagle3.vocab import DraftVocab
 from extract.durable import sync
@@ -109,8 +110,11 @@ def replace_directory(
     metadata: dict[str, str],
     refuse: Callable[[Path], None],
 ) -> Path:
-    """Writes both files beside `directory`, has `refuse` look at them, and lets them take its name at once."""
-    directory = Path(directory)
+    """Writes both files beside `directory`, has `refuse` look at them, and lets them take its name at once.
+
+    Of a link it is the directory behind it that is replaced; the link stays.
+    """
+    directory = Path(directory).resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(directory)
     fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}.tmp-", dir=directory.parent))
@@ -282,6 +286,8 @@ def _refuse_foreign(directory: Path) -> None:
         raise ValueError(
             f"drafter directory {directory.absolute()} holds {foreign[:5]}, which saving would remove; name another one"
         )
+    if (directory / CONFIG).exists() and "draft_vocab_size" not in read_json(directory / CONFIG):
+        raise ValueError(f"{directory.absolute()} holds a model that is no drafter; name another directory")
 
 
 def _replace(fresh: Path, directory: Path) -> None:

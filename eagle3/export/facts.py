@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle3.drafter import DrafterShape
-from eagle3.export.config import CONFIG, WEIGHTS, read_json
+from eagle3.export.config import CONFIG, WEIGHTS
+from eagle3.export.files import read_json
 from eagle3.export.network import read_network
 from eagle3.export.verifier import VerifierDir
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle3.export.config import read_json
+from eagle3.export.files import read_json
 from extract import weights
 
 SIZES = {
@@ -32,6 +32,11 @@ class VerifierDir:
     num_layers: int
     max_position_embeddings: int
 
+    def sha256(self) -> str:
+        """As `extract.verifier.VerifierSpec` has it, over config.json and weights; ValueError where they are absent."""
+        files = weights.weight_files(self.directory)
+        return weights.files_fingerprint([self.directory / "config.json", *files.values()])
+
     def embedding(self) -> Float[Tensor, "V H"]:
         """As stored; ValueError where the weights are not there or hold none."""
         files = weights.weight_files(self.directory)
@@ -47,10 +52,14 @@ def read_verifier(directory: Path) -> VerifierDir:
     if not file.is_file():
         raise ValueError(f"{file}: not found; --verifier is the verifier's Hugging Face directory")
     config: dict[str, Any] = read_json(file)
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     absent = [key for key in ("model_type", *SIZES.values()) if key not in text]
     if absent:
         raise ValueError(f"{file}: lacks {', '.join(absent)}; --verifier is a decoder-only language model")
     sizes = {name: text[key] for name, key in SIZES.items()}
+    wrong = [f"{SIZES[name]} is {size!r}" for name, size in sizes.items() if type(size) is not int or size < 1]
+    if wrong or not isinstance(text["model_type"], str):
+        told = ", ".join(wrong) or f"model_type is {text['model_type']!r}"
+        raise ValueError(f"{file}: {told}, which no decoder-only language model has; copy the verifier's own")
     architectures = tuple(config["architectures"]) if config.get("architectures") else ()
     return VerifierDir(Path(directory), text["model_type"], architectures, **sizes)

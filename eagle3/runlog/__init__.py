@@ -24,7 +24,7 @@ from eagle3.runlog.ledger import (
 )
 from eagle3.runlog.mirrors import Mirror, writable_dir
 from eagle3.runlog.provenance import git_diff, git_state, provenance
-from eagle3.runlog.reconcile import MetricsLost, Reconciler, Report, metrics_lost
+from eagle3.runlog.reconcile import MetricsLost, Reconciler, Report, held_of, metrics_lost
 from eagle3.runlog.shown import MirrorName, Shown, open_mirror, plain
 
 __all__ = [
@@ -109,7 +109,7 @@ class RunLog:
         reconciler = Reconciler(self.ledger, {} if stopped_early else self._expected)
         # W&B last: a gap found anywhere else still marks its run as failed; a finished run cannot be marked.
         for mirror in sorted(self.mirrors, key=lambda m: m.name == "wandb"):
-            mirror.close(ok=not (stopped_early or reconciler.gaps))
+            mirror.close(not (stopped_early or reconciler.gaps), held_of(reconciler.counted))
             reconciler.compare(mirror)
         self.report = reconciler.finish(self.ledger.path.parent)
         return self.report

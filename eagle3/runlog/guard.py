@@ -53,8 +53,10 @@ class Guarded:
         """Hands over a directory to be kept beside the run."""
         self._put((f"artifact {path.name}", lambda: self.mirror.attach(kind, path)))
 
-    def close(self, ok: bool) -> None:
-        """Waits until all is done, at most as long as the mirror asks for."""
+    def close(self, ok: bool, want: Held) -> None:
+        """Waits until all is done, as long as the mirror asks for. `ok` counts only if it has the rows `want`."""
+        if ok:
+            self._put(("rows before the end", lambda: self.mirror.settle(want)))
         self._put(("close", lambda: self.mirror.close(ok and not self.failures)))
         self._put(None)
         self._thread.join(self.mirror.patience_s)

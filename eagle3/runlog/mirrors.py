@@ -25,6 +25,13 @@ class Mirror(Protocol):
 
     def emit(self, row: Row) -> None: ...
 
+    def settle(self, want: Held) -> None:
+        """Before `close`, of a run that is well so far: raises if these rows are not there and `close` would hide it.
+
+        Only for a mirror that says of a run whether it went well, and cannot say otherwise once it is closed.
+        """
+        return None
+
     def close(self, ok: bool) -> None:
         """`ok` false marks the run as failed where the mirror can say so."""
 

@@ -55,9 +55,14 @@ class Reconciler:
             if on_disk[split] != emitted:
                 self.gaps.append(f"{split}: {emitted} rows emitted, {on_disk[split]} on disk")
 
+    @property
+    def counted(self) -> list[Row]:
+        """The rows that every mirror should hold."""
+        return [*self.inherited, *self.rows]
+
     def compare(self, mirror: Guarded) -> None:
         """Holds a closed mirror's rows against the ledger's."""
-        held, gaps = mirror_gaps(mirror, [*self.inherited, *self.rows])
+        held, gaps = mirror_gaps(mirror, self.counted)
         self.gaps += gaps
         for split, counts in self.report.splits.items():
             counts[mirror.name] = sum(n for (held_split, _, _), n in held.items() if held_split == split)
@@ -68,10 +73,13 @@ class Reconciler:
         return self.report
 
 
+def held_of(rows: Sequence[Row]) -> Held:
+    return Held((row.split, row.step, len(row.values)) for row in rows)
+
+
 def mirror_gaps(mirror: Guarded, rows: Sequence[Row]) -> tuple[Held, list[str]]:
     """What a closed mirror holds, and where that differs from the rows that it should hold."""
-    held = mirror.held()
-    want = Held((row.split, row.step, len(row.values)) for row in rows)
+    held, want = mirror.held(), held_of(rows)
     told = {"missing or incomplete": want - held, "that the ledger lacks": held - want}
     gaps = [
         f"{mirror.name}: {len(steps)} {split} rows {what} at {_shown(steps)}"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from eagle3.runlog import check_wandb_ready, read_ledger
 from eagle3.runlog.guard import Guarded
-from eagle3.runlog.reconcile import MetricsLost, mirror_gaps
+from eagle3.runlog.reconcile import MetricsLost, held_of, mirror_gaps
 from eagle3.runlog.shown import MirrorName, open_mirror, read_shown
 
 
@@ -32,7 +32,7 @@ def replay(run_dir: Path, name: MirrorName, *, online: bool = False) -> tuple[in
         shown = replace(shown, mode="online" if online else "offline", tags=(*shown.tags, "replayed"))
     mirror = Guarded(open_mirror(name, run_dir, shown), rows)
     where = mirror.mirror.where() or str(run_dir / name)
-    mirror.close(ok=True)
+    mirror.close(True, held_of(rows))
     gaps = mirror_gaps(mirror, rows)[1]
     if gaps:
         raise MetricsLost("\n".join(gaps))

@@ -3,6 +3,7 @@
 import netrc
 import os
 import secrets
+import time
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -12,8 +13,11 @@ import wandb
 from eagle3.runlog.ledger import Row
 from eagle3.runlog.mirrors import Held, Mirror, writable_dir
 from eagle3.runlog.shown import Shown
-from eagle3.runlog.wandb_log import read_wandb
+from eagle3.runlog.wandb_log import WandbHistory, read_wandb
 
+FLUSH_EVERY_S = 1.0
+"""How often W&B writes what it was given to its transaction log; its own 15 s are much to lose by kill -9."""
+SETTLE_TIMEOUT_S = 30.0
 EXIT_RECORD_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 600.0
 OURS = ("step", "attempt")
@@ -27,12 +31,16 @@ class WandbMirror(Mirror):
     """
 
     name = "wandb"
-    patience_s = FINISH_TIMEOUT_S + EXIT_RECORD_TIMEOUT_S
+    patience_s = SETTLE_TIMEOUT_S + FINISH_TIMEOUT_S + EXIT_RECORD_TIMEOUT_S
 
     def __init__(self, directory: Path, shown: Shown) -> None:
         assert shown.mode != "local"
         settings = wandb.Settings(
-            silent=True, console="off", finish_timeout=FINISH_TIMEOUT_S, finish_timeout_raises=True
+            silent=True,
+            console="off",
+            finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
+            x_transaction_log_flush_interval=FLUSH_EVERY_S,
         )
         try:
             self.run = wandb.init(
@@ -76,6 +84,17 @@ class WandbMirror(Mirror):
         artifact.add_dir(str(path.resolve()), policy="immutable")  # or a second copy would be kept under $HOME
         self.run.log_artifact(artifact)
 
+    def settle(self, want: Held) -> None:
+        """A finished run cannot be marked as failed any more, so the log is read while it is open."""
+        deadline, size = time.monotonic() + SETTLE_TIMEOUT_S, -1
+        while True:
+            size, before = self.log_file.stat().st_size, size
+            if size != before and _held(read_wandb(self.log_file)) == want:
+                return
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"{self.log_file} lacks rows, {SETTLE_TIMEOUT_S:.0f} s after the last one")
+            time.sleep(0.1)
+
     def close(self, ok: bool) -> None:
         self.run.finish(exit_code=0 if ok else 1)
 
@@ -83,11 +102,15 @@ class WandbMirror(Mirror):
         history = read_wandb(self.log_file, timeout_s=EXIT_RECORD_TIMEOUT_S)
         if history.exit_code is None:
             raise RuntimeError(f"{self.log_file} has no exit record after {EXIT_RECORD_TIMEOUT_S:.0f} s")
-        held = Held()
-        for row in history.rows:
-            names = [name for name in row if name not in OURS]
-            held[names[0].split("/", 1)[0] if names else "", int(row["step"]), len(names)] += 1
-        return held
+        return _held(history)
+
+
+def _held(history: WandbHistory) -> Held:
+    held = Held()
+    for row in history.rows:
+        names = [name for name in row if name not in OURS]
+        held[names[0].split("/", 1)[0] if names else "", int(row["step"]), len(names)] += 1
+    return held
 
 
 def check_online(timeout_s: float = 10.0) -> None:
