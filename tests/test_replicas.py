@@ -276,7 +276,7 @@ def test_what_succeeded_in_one_share_of_a_batch_stays_when_another_fails():
     partly.set_exception(SomeFailed([EngineError("no"), 4]))
     with pytest.raises(SomeFailed) as failed:
         joined([done, partly])
-    assert [1, 2, "no", 4] == [str(r) if isinstance(r, EngineError) else r for r in failed.value.results]
+    assert [str(r) if isinstance(r, EngineError) else r for r in failed.value.results] == [1, 2, "no", 4]
     partly = Future()
     partly.set_exception(EngineGone("all are lost"))
     with pytest.raises(EngineGone):
