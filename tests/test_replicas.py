@@ -1,7 +1,7 @@
 """Several servers share one extraction: nothing is lost, doubled or mixed up, whichever of them dies and when."""
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -61,8 +61,8 @@ def stored(engine, folder, count=40):
     """Captures `count` samples into a store, as the pipeline does; returns the figures of the last probe."""
     lazy = LazyEngine(lambda: engine, "sglang", "0.5.23", ahead=4, rechecks=True)
     samples = [Sample(f"s{n}", f"c{n}", [2 * n, *range(1, 2 + n % 7)], [1] * (2 + n % 7), 0.0, 1) for n in range(count)]
-    manifest = {"last": "post_norm", "dtype": "float32", "capture_layers": list(LAYERS), "hidden_size": HIDDEN,
-                "must_match": {}}  # fmt: skip
+    manifest = {"last": "post_norm", "dtype": "float32", "codec": "none", "capture_layers": list(LAYERS),
+                "hidden_size": HIDDEN, "must_match": {}}  # fmt: skip
     with create_or_resume(folder, manifest, shard_bytes=4000) as writer:
         capture_all(lazy, samples, writer, total_tokens=1, batch_tokens=24, dtype=torch.float32)
         assert not writer.quarantined
@@ -155,6 +155,20 @@ def test_whoever_dies_answers_and_seeds_are_those_of_a_single_engine(lives, size
         answers = engine.generate(batch, **GREEDY | {"seed": 7})
         assert [answer.ids for answer in answers] == [[ids[0], 7 + place] for place, ids in enumerate(batch)]
     assert engine._under_way == [0] * (len(lives) + 1)
+
+
+def test_all_batches_that_are_handed_over_at_once_are_answered_at_once():
+    class Meets(Played):
+        def generate(self, batch, **_):
+            everyone.wait(20)
+            return [Generated(ids, "stop") for ids in batch]
+
+    batches, count = SglangEngine.ahead * 2, 2
+    everyone = threading.Barrier(batches * count)
+    engine = Replicas([Meets(number, 9) for number in range(count)])
+    with ThreadPoolExecutor(batches) as pool:
+        answers = list(pool.map(lambda n: engine.generate([[n], [n + 10]], **GREEDY), range(batches)))
+    assert [[one.ids for one in answer] for answer in answers] == [[[n], [n + 10]] for n in range(batches)]
 
 
 def test_a_batch_goes_to_the_idlest_and_an_error_that_is_no_death_is_passed_on():

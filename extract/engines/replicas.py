@@ -32,7 +32,8 @@ class Replicas:
         self._engines = list(engines)
         self._under_way = [0] * len(engines)
         self._changing = threading.Lock()
-        self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="replicas")
+        shares = SglangEngine.ahead * len(engines) ** 2  # so many batches at once, each in as many as there are engines
+        self._pool = ThreadPoolExecutor(shares, thread_name_prefix="replicas")
         self._closed = False
 
     def capture(self, batch: Sequence[Sequence[int]]) -> list[Captured]:
