@@ -43,7 +43,7 @@ def extracted(keys: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Any]
     first = ran("extract", *keys, "name=sglang")
     Path("data/transformers").mkdir(parents=True, exist_ok=True)
     shutil.copy("data/sglang/responses.jsonl", "data/transformers")
-    second = ran("extract", *keys, "server=inprocess", "name=transformers")
+    second = ran("extract", *_of_no_server(keys), "server=inprocess", "name=transformers")
     stores = [open_store(Path("data") / name, need_teacher=True) for name in ("sglang", "transformers")]
     found = compare(*stores)
     show(found, *(store.path for store in stores))
@@ -55,9 +55,8 @@ def extracted(keys: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Any]
 def main() -> None:
     keys = sys.argv[1:]
     rows, facts = extracted(keys)
-    ours = [key for key in keys if not key.startswith("server")]
     for engine, seed in TRAININGS:
-        summary = ran("train", *ours, f"name={engine}", f"seed={seed}")
+        summary = ran("train", *_of_no_server(keys), "server=inprocess", f"name={engine}", f"seed={seed}")
         rows.append({"stage": "train", "engine": engine, "seed": seed, **_kept(summary)})
     table = Table("states from", "seed", "val/accept_len", "val/loss", box=box.SIMPLE)
     for row in rows[2:]:
@@ -65,6 +64,10 @@ def main() -> None:
     console = get_console()
     console.print(table)
     console.print(f"written to {write_result('sglang_smollm2', rows, **facts)}")
+
+
+def _of_no_server(keys: Sequence[str]) -> list[str]:
+    return [key for key in keys if not key.startswith("server")]
 
 
 def _kept(summary: dict[str, Any]) -> dict[str, Any]:
