@@ -7,7 +7,7 @@ from composed import CONF, SCRIPTS, composed, config
 from omegaconf import OmegaConf
 from scripts import ROOT, Script
 
-GROUPS = ("hardware", "verifier", "server", "extraction", "drafter", "optimizer", "tracking", "experiment")
+GROUPS = ("hardware", "verifier", "server", "extraction", "drafter", "optimizer", "serving", "tracking", "experiment")
 OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
 NEEDS = {("verifier", "hf"): ("verifier.name=mine", "verifier.path=some/dir")}
 """What an option leaves for the user to say."""
