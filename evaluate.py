@@ -34,6 +34,8 @@ COUNTS = frozenset({"prompts", "tokens", "verifications", "text_equal", "text_ti
 def judge(config: Config, run_dir: Path) -> float | None:
     if (engine := config.server.engine) not in FIGURES:
         raise ValueError(f"server.engine={engine} cannot judge a drafter yet; use server={' or server='.join(FIGURES)}")
+    if config.drafter_dir is None:
+        raise ValueError("drafter_dir=null: evaluate.py judges a drafter; give drafter_dir=DIR")
     check_wandb_ready(config.tracking.mode)
     drafter_dir = find_drafter(Path(config.drafter_dir)).resolve()  # a training that goes on switches the link
     origin = read_origin(drafter_dir)

@@ -67,7 +67,8 @@ def launch(raw: DictConfig, stage: Stage) -> float | None:
         earlier = earlier_run_of(config, hydra.job.config_name)
         if is_sweep():
             require_unchanged(Path(hydra.sweep.dir), hydra)
-        if earlier is None:  # else the settings that count are those saved there
+        # Else the settings that count are those saved there; and serve.py computes nothing here.
+        if earlier is None and hydra.job.config_name != "serve":
             prepare_machine(config.hardware)
         return stage(config, Path(hydra.runtime.output_dir))
     except KeyboardInterrupt:
@@ -200,7 +201,8 @@ def command(script: str, *keys: str) -> str:
 
 def drafter_key(config: Config, drafter: Path) -> list[str]:
     """The key that evaluate.py needs where a drafter does not lie where its config says: a sweep, a directory given."""
-    return [] if drafter.absolute() == Path(config.drafter_dir).absolute() else [f"drafter_dir={shown_path(drafter)}"]
+    told = config.drafter_dir
+    return [] if told and drafter.absolute() == Path(told).absolute() else [f"drafter_dir={shown_path(drafter)}"]
 
 
 def _overrides() -> list[str]:

@@ -112,6 +112,40 @@ class Evaluation:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Serving:
+    mode: Literal["benchmark", "foreground"]
+    """What serve.py starts a server for: to measure it and stop, or to keep it until Ctrl-C."""
+    host: NonEmpty
+    """Address of a server in the foreground; 0.0.0.0 lets other machines in."""
+    port: Annotated[Int, Field(gt=0, lt=65536)]
+    """Its port. A benchmark takes any that is free, and 127.0.0.1."""
+    prompts: NonEmpty
+    """What a benchmark asks: first turns, in any form that extraction.prompts takes."""
+    limit: PositiveInt | None
+    """Read at most so many conversations; null is all."""
+    new_tokens: Annotated[Int, Field(ge=2)]
+    """Tokens of each answer; none ends earlier."""
+    concurrencies: Annotated[list[PositiveInt], Field(min_length=1)]
+    """Requests under way at once, rising; the throughput of each is measured."""
+    requests_per_client: PositiveInt
+    """Answers that each of them waits for, one after another, in one repeat."""
+    single_requests: PositiveInt
+    """Requests of one repeat of the single-stream figures."""
+    prefill_tokens: Annotated[Int, Field(ge=2)]
+    """Tokens of a long prompt, made of the prompts above."""
+    prefill_requests: PositiveInt
+    """Long prompts of one repeat."""
+    warmup: Annotated[Int, Field(ge=0)]
+    """Repeats of each figure that come first and do not count."""
+    repeats: PositiveInt
+    """Repeats that count: their median is the figure, their least and greatest the spread."""
+
+    def __post_init__(self) -> None:
+        if sorted(set(self.concurrencies)) != self.concurrencies:
+            raise ValueError(f"serving.concurrencies={self.concurrencies} must rise, each once")
+
+
+@dataclass(frozen=True, config=STRICT)
 class Tracking:
     mode: Literal["offline", "online", "local"]
     """W&B: offline needs no account and no network, online needs WANDB_API_KEY, local writes no W&B run."""
@@ -141,11 +175,13 @@ class Config:
     optimizer: Optimizer
     data: Data
     evaluation: Evaluation
+    serving: Serving
     tracking: Tracking
     store: NonEmpty
     """Directory of hidden states: written by extract.py, read by train.py."""
-    drafter_dir: NonEmpty
-    """Drafter that evaluate.py decodes with; by default the one that train.py makes of this very config."""
+    drafter_dir: NonEmpty | None
+    """Drafter that evaluate.py decodes with, by default the one that train.py makes of this very config; and serve.py,
+    by default with none."""
     cache_dir: NonEmpty
     """Converted verifiers (a GGUF is dequantised once)."""
     seed: Annotated[Int, Field(ge=0)]

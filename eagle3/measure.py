@@ -22,6 +22,7 @@ from eagle3.report import Report
 from eagle3.served_report import ServedReport, make_served_report
 from eagle3.suspects import Suspect, Text, suspects
 from extract.chat import Chat
+from extract.config import on_hardware
 from extract.engines.vllm import VllmServer, open_vllm
 from extract.progress import Progress
 from extract.prompts import read_conversations
@@ -51,10 +52,11 @@ def measure_in_vllm(config: Config, spec: VerifierSpec, drafter_dir: Path, run_d
     if faults := check(drafter_dir, "vllm"):
         raise ValueError("\n  ".join([f"{drafter_dir} cannot be judged in vLLM:", *map(str, faults)]))
     settings, questions = _settings(config, spec), _questions(config, spec)
+    server = on_hardware(config.server, config.hardware)
 
     def start(with_drafter: bool) -> VllmServer:
         return open_vllm(
-            config.server, spec, dtype=config.verifier.dtype,
+            server, spec, dtype=config.verifier.dtype,
             drafter=drafter_dir if with_drafter else None, drafts=settings.drafts if with_drafter else None,
             log_dir=run_dir / ("vllm_with_drafter" if with_drafter else "vllm_alone"),
         )  # fmt: skip

@@ -12,6 +12,7 @@ IDENTITY = {
     "extract": ("verifier", "server", "extraction", "store", "seed"),
     "train": ("verifier", "extraction", "drafter", "optimizer", "data", "hardware", "store", "seed"),
     "evaluate": ("verifier", "server", "extraction", "evaluation", "hardware", "drafter_dir", "seed"),
+    "serve": ("verifier", "server", "hardware", "serving", "drafter_dir"),
 }
 """The sections that a stage's result depends on: its run directory is named by them."""
 

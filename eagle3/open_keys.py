@@ -7,7 +7,7 @@ there is an error.
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-OPEN = ("hardware.env", "server.env", "server.flags")
+OPEN = ("hardware.env", "hardware.flags", "server.env", "server.flags")
 NAME = "open_keys"
 """Among the defaults in conf/base.yaml, after the groups: sections keep the order in which those name their keys."""
 

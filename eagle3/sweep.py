@@ -54,7 +54,7 @@ class SweepSummary(Callback):
         sweep_dir = Path(config.hydra.sweep.dir).absolute()
         begin_sweep(sweep_dir, config.hydra)
         # Hydra does not call on_multirun_end when a job failed, but this process ends in either case.
-        atexit.register(_print_at_end, sweep_dir)
+        atexit.register(self.print_at_end, sweep_dir)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         if str(config.hydra.mode).rpartition(".")[2] != "MULTIRUN":
@@ -66,10 +66,18 @@ class SweepSummary(Callback):
         except ValueError:
             return  # this job was refused because another process works there, which tells itself how it ends
         try:
-            update_summary(directory.parent)
+            self.update(directory.parent)
         except (OSError, ValueError) as err:
             # Hydra turns what a callback raises into a warning without a traceback.
             log.exception("the summary of %s could not be written: %s", directory.parent, err)
+
+    def update(self, sweep_dir: Path) -> None:
+        """Reads all jobs and writes the summary anew."""
+        update_summary(sweep_dir)
+
+    def print_at_end(self, sweep_dir: Path) -> None:
+        """The table, if there is a job to be shown."""
+        _print_at_end(sweep_dir)
 
 
 def begin_sweep(sweep_dir: Path, hydra: Any) -> None:

@@ -4,6 +4,7 @@ Fields have no defaults on purpose: `conf/` is the only place where a value is c
 error. Each field is documented where it is declared, and its range is part of its type.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -47,6 +48,8 @@ class Hardware:
     """CPU threads of torch; null leaves torch's own choice."""
     env: dict[str, str]
     """Environment set before the first CUDA or NCCL call, e.g. NCCL_PROTO."""
+    flags: dict[Literal["sglang", "vllm"], dict[str, Any]]
+    """Flags that an engine's server needs on this hardware, by engine; server.flags count more."""
 
     def __post_init__(self) -> None:
         if (self.devices > 1) == (self.strategy == "auto"):
@@ -109,6 +112,39 @@ class Capture:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Speculation:
+    """How a server drafts, where serve.py gives it a drafter."""
+
+    steps: PositiveInt
+    """Tokens that a chain of drafts is long."""
+    topk: PositiveInt
+    """Drafts kept at each step; 1 is one chain, more a tree (sglang)."""
+    draft_tokens: Annotated[Int, Field(ge=2)] | None
+    """Tokens in one verification, the verifier's own included; null is steps + 1, all of one chain."""
+
+    def __post_init__(self) -> None:
+        if self.topk == 1:
+            if self.draft_tokens not in (None, self.steps + 1):
+                raise ValueError(
+                    f"server.speculation.draft_tokens={self.draft_tokens} contradicts steps={self.steps} with topk=1: "
+                    f"one chain is {self.steps + 1} tokens, the verifier's own included; leave draft_tokens null"
+                )
+            return
+        most = 1 + self.topk + (self.steps - 1) * self.topk**2
+        if self.draft_tokens is None or not self.steps < self.draft_tokens <= most:
+            raise ValueError(
+                f"server.speculation.draft_tokens={self.draft_tokens} contradicts steps={self.steps} with "
+                f"topk={self.topk}: such a tree has {most} tokens, and a chain through it {self.steps + 1}; choose "
+                "between these"
+            )
+
+    @property
+    def verified(self) -> int:
+        """Tokens in one verification."""
+        return self.draft_tokens or self.steps + 1
+
+
+@dataclass(frozen=True, config=STRICT)
 class Server:
     engine: Literal["inprocess", "vllm", "sglang"]
     """What runs the verifier. `inprocess`: transformers in this process; `vllm`, `sglang`: a server in its own
@@ -129,6 +165,8 @@ class Server:
     """Running capture servers of this machine that are used instead of starting any: sglang."""
     capture: Capture | None
     """Of a server that captures hidden states: sglang."""
+    speculation: Speculation | None
+    """Of a server that decodes with a drafter; null: it never does."""
 
     def __post_init__(self) -> None:
         self._check_several()
@@ -140,7 +178,8 @@ class Server:
         needed = {"python": self.python, "start_timeout_s": self.start_timeout_s,
                   "request_timeout_s": self.request_timeout_s}  # fmt: skip
         if self.engine == "inprocess":
-            told = [key for key, value in (needed | {"env": self.env, "flags": self.flags}).items() if value]
+            own = {"env": self.env, "flags": self.flags, "speculation": self.speculation}
+            told = [key for key, value in (needed | own).items() if value]
             if told:
                 raise ValueError(
                     f"server.engine=inprocess runs in this process and takes no server.{', server.'.join(told)}"
@@ -149,6 +188,10 @@ class Server:
             raise ValueError(
                 f"server.engine={self.engine} is a process of its own and needs server.{', server.'.join(missing)}; "
                 f"server={self.engine} sets them, and `make {self.engine}-env` makes the interpreter"
+            )
+        elif self.engine == "vllm" and self.speculation and self.speculation.topk > 1:
+            raise ValueError(
+                f"server.speculation.topk={self.speculation.topk}: vLLM drafts one chain; use topk=1, or server=sglang"
             )
 
     def _check_several(self) -> None:
@@ -164,6 +207,15 @@ class Server:
                 f"server.urls names servers that run already, and contradicts server.{', server.'.join(told)}, which "
                 "are for servers to be started; leave one of them out"
             )
+
+
+def on_hardware(server: Server, hardware: Hardware) -> Server:
+    """The server with the flags that its engine needs on this hardware; those that it has itself count more."""
+    if server.engine == "inprocess" or server.engine not in hardware.flags or server.urls:
+        return server  # one that runs already has its flags
+    chosen = {key.replace("-", "_") for key in server.flags}
+    needed = {key: value for key, value in hardware.flags[server.engine].items() if key.replace("-", "_") not in chosen}
+    return replace(server, flags=needed | server.flags)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from extract.chat import Chat
-from extract.config import Extraction, Hardware, Server, Verifier
+from extract.config import Extraction, Hardware, Server, Verifier, on_hardware
 from extract.dialogue import count_turns
 from extract.engines import ENGINES, InProcessEngine
 from extract.engines.fleet import plan_fleet
@@ -160,6 +160,7 @@ def _engine(
             ),
             InProcessEngine.name, InProcessEngine.version,
         ), ()  # fmt: skip
+    server = on_hardware(server, hardware)
     fleet = plan_fleet(spec, server, capture_layers=layers, dtype=dtype, env=hardware.env, log_dir=log_dir)
     engine = LazyEngine(fleet.start, SglangEngine.name, fleet.version, ahead=fleet.ahead, rechecks=True)
     return engine, fleet.commands

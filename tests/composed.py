@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from eagle3.config import Config, typed
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-SCRIPTS = ("extract", "train", "evaluate")
+SCRIPTS = ("extract", "train", "evaluate", "serve")
 
 
 def composed(*overrides: str, script: str = "train") -> DictConfig:

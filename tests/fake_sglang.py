@@ -10,6 +10,7 @@ import json
 import math
 import os
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -46,8 +47,11 @@ class Fake(BaseHTTPRequestHandler):
     """Faults at its start: dies, hangs_in_weights, not_ready, radix_cache, version. At the Nth request of the whole
     life, the two probes counted: dies_at, hangs_at, fails_at, late_at (rows come after the answer). For every prompt
     with the id N in it: dies_of, fails_of, fewer_of, nan_of, half_of, others_of, cached_of, full_of. fails_from=N: the
-    Nth and all later ones. breaks_off: answers are too short. one_each: a connection's second request finds it closed.
-    on=N: all this only where CUDA_VISIBLE_DEVICES is N.
+    Nth and all later ones. fails_every=N: every Nth. breaks_off: answers are too short. cuts_at=N: the connection is
+    closed without an answer. slow=S: seconds for each token. silent: no figures of speculation.
+    one_each: a connection's second request finds it closed. on=N: all this only where CUDA_VISIBLE_DEVICES is N.
+
+    With --speculative-algorithm every verification but the last accepts one draft.
     """
 
     protocol_version = "HTTP/1.1"
@@ -89,10 +93,19 @@ class Fake(BaseHTTPRequestHandler):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.is_due("hangs", number, ids):
             threading.Event().wait()
-        if self.is_due("fails", number, ids) or number >= int(self.faults.get("fails_from", 1 << 30)):
+        every = int(self.faults.get("fails_every", 0))
+        if self.is_due("cuts", number, ids):
+            return self.connection.shutdown(socket.SHUT_RDWR)
+        if (
+            self.is_due("fails", number, ids)
+            or (every and number % every == 0)
+            or number >= int(self.faults.get("fails_from", 1 << 30))
+        ):
             return self.say(500, {"error": {"message": "out of luck"}})
         if not 0 < len(ids) <= MAX_INPUT or max(ids) >= self.vocab:
             return self.say(400, {"error": {"message": f"refused: {ids[:8]}"}})
+        if asked.get("stream"):
+            return self.stream(asked)
         captures = self.told is not None and asked["rid"].startswith(self.told["prefix"])
         if not captures or asked["sampling_params"]["max_new_tokens"]:
             if captures:  # the plugin looks at the rid alone
@@ -134,10 +147,33 @@ class Fake(BaseHTTPRequestHandler):
     def answer(self, asked: dict) -> dict:
         sampling = asked["sampling_params"]
         ids = [(asked["input_ids"][-1] + 1 + place) % self.vocab for place in range(sampling["max_new_tokens"])]
-        end = next((place for place, token in enumerate(ids) if token in sampling["stop_token_ids"]), None)
+        stops = [] if sampling.get("ignore_eos") else sampling["stop_token_ids"]
+        end = next((place for place, token in enumerate(ids) if token in stops), None)
         ids = ids if end is None else ids[: end + 1]
         ids = ids[:-1] if "breaks_off" in self.faults else ids
-        return {"output_ids": ids, "meta_info": {"finish_reason": {"type": "length" if end is None else "stop"}}}
+        time.sleep(float(self.faults.get("slow", 0)) * len(ids) * (not asked.get("stream")))
+        meta = {"finish_reason": {"type": "length" if end is None else "stop"}, **self.counted(len(ids))}
+        return {"output_ids": ids, "meta_info": meta}
+
+    def counted(self, tokens: int) -> dict:
+        verified = tokens // 2
+        drafts = self.flags.speculative_algorithm is not None and verified and "silent" not in self.faults
+        told = {"spec_verify_ct": verified, "spec_num_correct_drafts": tokens - 1 - verified} if drafts else {}
+        return {"completion_tokens": tokens, **told}
+
+    def stream(self, asked: dict) -> None:
+        """One piece a token, each with all ids from the beginning."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        ids = self.answer(asked)["output_ids"]
+        for count in range(1, len(ids) + 1):
+            time.sleep(float(self.faults.get("slow", 0)))
+            piece = {"output_ids": ids[:count], "meta_info": {"finish_reason": None, **self.counted(count)}}
+            self.wfile.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
 
     def say(self, status: int, body: dict) -> None:
         content = json.dumps(body).encode()
@@ -157,7 +193,9 @@ def say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for flag in ("model-path", "served-model-name", "host", "port", "dtype", "random-seed", "tp-size"):
+    for flag in ("model-path", "served-model-name", "host", "port", "dtype", "random-seed", "tp-size",
+                 "attention-backend", "speculative-algorithm", "speculative-draft-model-path", "speculative-num-steps",
+                 "speculative-eagle-topk", "speculative-num-draft-tokens"):  # fmt: skip
         parser.add_argument(f"--{flag}")
     for flag in ("skip-tokenizer-init", "disable-radix-cache", "disable-cuda-graph"):
         parser.add_argument(f"--{flag}", action="store_true")

@@ -7,7 +7,7 @@ from composed import CONF, SCRIPTS, composed, config
 from omegaconf import OmegaConf
 from scripts import ROOT, Script
 
-GROUPS = ("hardware", "verifier", "server", "extraction", "drafter", "optimizer", "tracking", "experiment")
+GROUPS = ("hardware", "verifier", "server", "extraction", "drafter", "optimizer", "serving", "tracking", "experiment")
 OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
 NEEDS = {("verifier", "hf"): ("verifier.name=mine", "verifier.path=some/dir")}
 """What an option leaves for the user to say."""
@@ -83,3 +83,14 @@ def test_tab_completion_offers_the_options_of_a_group(told, name):
     done = told[name, "tab"]
     assert done.code == 0
     assert done.output.split() == [f"hardware={option}" for group, option in OPTIONS if group == "hardware"]
+
+
+def test_each_script_has_its_own_server_and_an_experiment_or_the_command_line_another():
+    assert [config(script=script).server.engine for script in SCRIPTS] == ["inprocess"] * 3 + ["vllm"]
+    for script in SCRIPTS:
+        assert config("experiment=smollm2_h200", script=script).server.engine == "sglang"
+        assert config("experiment=smollm2_h200", "server=sglang_cpu", script=script).server.flags["device"] == "cpu"
+
+
+def test_only_serve_starts_without_a_drafter():
+    assert [config(script=script).drafter_dir is None for script in SCRIPTS] == [False] * 3 + [True]

@@ -35,7 +35,7 @@ def opened(tmp_path):
 
     def start(faults="", *, drafts=None, log_dir=tmp_path / "log", **settings):
         told = {"engine": "vllm", "python": sys.executable, "flags": {}, "start_timeout_s": 30.0,
-                "request_timeout_s": 10.0, "replicas": 1, "urls": [], "capture": None,
+                "request_timeout_s": 10.0, "replicas": 1, "urls": [], "capture": None, "speculation": None,
                 "env": {"PYTHONPATH": str(site), "STUB": faults}} | settings  # fmt: skip
         drafter = None if drafts is None else tmp_path / "drafter"
         return open_vllm(Server(**told), SPEC, dtype="bfloat16", drafter=drafter, drafts=drafts, log_dir=log_dir)

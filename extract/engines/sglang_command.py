@@ -85,7 +85,7 @@ def sglang_command(
     """
     assert server.capture is not None
     flags = server.flags | (server.capture.flags if life == "capture" else {})
-    chosen = {_dashed(key): value for key, value in flags.items()}
+    chosen = {dashed(key): value for key, value in flags.items()}
     check_flags(chosen)
     ours: dict[str, Any] = {
         "model-path": str(spec.path), "served-model-name": name, "host": "127.0.0.1", "port": port, "dtype": dtype,
@@ -95,7 +95,7 @@ def sglang_command(
         ours |= CAPTURE_FLAGS
         if Version(version) < PLUGINS_SINCE:
             ours["forward-hooks"] = [json.dumps([FALLBACK])]
-    words = [word for key, value in {**ours, **chosen}.items() for word in _words(key, value)]
+    words = [word for key, value in {**ours, **chosen}.items() for word in words_of(key, value)]
     return [str(python), "-m", MODULE, *words]
 
 
@@ -116,7 +116,7 @@ def check_flags(chosen: Mapping[str, Any]) -> None:
 def data_parallel_groups(server: Server) -> tuple[int, int]:
     """Groups of data-parallel attention (1 without it), and how many ranks there are in all."""
     assert server.capture is not None
-    flags = {_dashed(key): value for key, value in (server.flags | server.capture.flags).items()}
+    flags = {dashed(key): value for key, value in (server.flags | server.capture.flags).items()}
     tensor = _first(flags, "tp-size", "tensor-parallel-size", "tp")
     data = _first(flags, "dp-size", "data-parallel-size", "dp")
     if (attention := _first(flags, "attn-dp-size")) > 1:
@@ -153,11 +153,13 @@ def _first(flags: Mapping[str, Any], *keys: str) -> int:
     return next((int(flags[key]) for key in keys if flags.get(key) is not None), 1)
 
 
-def _dashed(key: str) -> str:
+def dashed(key: str) -> str:
+    """A key of the config as a flag, without the two dashes in front."""
     return key.replace("_", "-")
 
 
-def _words(key: str, value: Any) -> list[str]:
+def words_of(key: str, value: Any) -> list[str]:
+    """A flag on SGLang's command line: true is the bare flag, false and null leave it out."""
     if value is None or value is False:
         return []
     if value is True:

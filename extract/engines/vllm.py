@@ -42,8 +42,9 @@ def vllm_command(
     dtype: str,
     drafter: Path | None,
     drafts: int | None,
+    host: str = "127.0.0.1",
 ) -> list[str]:
-    """The command line of a server on 127.0.0.1.
+    """The command line of a server.
 
     Args:
         flags: `server.flags`: some_key becomes --some-key; true is the bare flag, false --no-some-key, null nothing,
@@ -59,7 +60,7 @@ def vllm_command(
         if _dashed(key).split(".")[0] in RESERVED:
             raise ValueError(f"server.flags.{key} is set by this program and cannot be chosen; leave it out")
     ours: dict[str, Any] = {
-        "model": str(spec.path), "served-model-name": name, "host": "127.0.0.1", "port": port, "seed": 0,
+        "model": str(spec.path), "served-model-name": name, "host": host, "port": port, "seed": 0,
         # The model's own generation_config.json would change sampling: penalties, suppressed and further stop tokens.
         "generation-config": "vllm", "dtype": dtype,
         "trust-remote-code": spec.trust_remote_code or None,
@@ -86,7 +87,7 @@ def open_vllm(
     assert (drafter is None) == (drafts is None)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would tell of every request
     env = ENVIRONMENT | {key: str(value) for key, value in server.env.items()}
-    python = _interpreter(server.python, env)
+    python = installed_vllm(server.python, env)
     name, port = f"{spec.name}-{secrets.token_hex(4)}", free_port()
     command = vllm_command(python, spec, port, server.flags, name=name, dtype=dtype, drafter=drafter, drafts=drafts)
     client = httpx.Client(
@@ -203,7 +204,7 @@ def _words(key: str, value: Any) -> list[str]:
     return [f"--{key}", json.dumps(value) if isinstance(value, list | dict) else str(value)]
 
 
-def _interpreter(python: str, env: Mapping[str, str]) -> Path:
+def installed_vllm(python: str, env: Mapping[str, str]) -> Path:
     """The absolute path of `server.python`, which can import vLLM."""
     remedy = "`make vllm-env` makes one"
     found = shutil.which(Path(python).expanduser())

@@ -1,0 +1,1 @@
+"""A server for others: started, held, measured and tuned."""
