@@ -16,15 +16,17 @@ from torch import Tensor
 
 from eagle3.attention import merge, sight_of
 from eagle3.drafter import Eagle3Drafter
+from eagle3.precision import compiled_on_gpu
 from eagle3.step import (
-    Halves,
+    all_of,
     angles_at,
-    embedding_halves,
+    embedding_half,
     finish,
     heads_of,
+    keys_and_values_of,
     matrices_of,
     normed_state,
-    values_of,
+    queries_of,
 )
 from eagle3.take import take_steps
 
@@ -43,31 +45,34 @@ def unroll(
     `index[k]` says which token of `tokens` each active row reads at step k. At step 0 every row r reads token r+1.
     """
     sight, matrices = sight_of(rows, document), matrices_of(drafter)
-    own = matrices.state
+    shape = drafter.shape
     h0 = drafter.fuse(aux)
     # Row r holds token r+1, which step 0 reads. The last row of a document holds a foreign one, but no active row ever
     # sees its key.
-    half = embedding_halves(drafter.embed(tokens.roll(-1)), matrices)
-    x0 = normed_state(drafter, h0)
-    key0 = heads_of(drafter, x0, half.key, own.key, angles_at(drafter, position))
-    value0 = values_of(drafter, x0, half.value, own.value)
+    half = embedding_half(drafter, tokens.roll(-1), matrices)
+    of_query, of_others = half.tensor_split([queries_of(shape).rows.stop], dim=1)
+    x0, angles = normed_state(drafter, h0), angles_at(drafter, position)
+    # A copy: what heads are made of is used up, and later steps read it too.
+    _, key0, value0 = heads_of(x0, of_others.clone(), keys_and_values_of(shape), matrices, angles)
 
     (h,), (x,), states = take_steps(h0, rows[None]), take_steps(x0, rows[None]), []
-    read = Halves(*(take_steps(of_all, (index - 1) % len(tokens)) for of_all in half))
+    places = (index - 1) % len(tokens)
+    read = [*take_steps(of_query, places[:1]), *(take_steps(half, places[1:]) if len(places) > 1 else ())]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     for k in range(len(index)):
         angles = angles_at(drafter, position[rows] + k)
+        part = all_of(shape) if k > 0 else queries_of(shape)
+        query, key, value = heads_of(x, read.pop(0), part, matrices, angles)
         if k > 0:
-            x = normed_state(drafter, h)
-            own_keys.append(heads_of(drafter, x, read.key[k], own.key, angles))
-            own_values.append(values_of(drafter, x, read.value[k], own.value))
-        query = heads_of(drafter, x, read.query[k], own.query, angles)
+            own_keys.append(key)
+            own_values.append(value)
         shared, lse = sight.attend(query, key0, value0)
         attended = merge(shared, lse, query, own_keys, own_values) if own_keys else shared.flatten(1)
         state = finish(drafter, h, attended, matrices)
         states.append(state)
         h = drafter.feed(state)
+        x = normed_state(drafter, h)
     return states
 
 
@@ -84,6 +89,10 @@ def add_noise(
     noisy = torch.empty_like(aux, dtype=dtype)
     for row, out, seed in zip(aux, noisy, seeds, strict=True):
         generator = torch.Generator(aux.device).manual_seed(seed)
-        noise = torch.rand(row.shape, generator=generator, device=aux.device)
-        out.copy_(noise.mul_(2.0 * std).sub_(std).add_(row))
+        _add_scaled(torch.rand(row.shape, generator=generator, device=aux.device), std, row, out)
     return noisy
+
+
+@compiled_on_gpu
+def _add_scaled(noise: Tensor, std: float, row: Tensor, out: Tensor) -> None:
+    out.copy_(noise * (2.0 * std) - std + row)
