@@ -137,13 +137,14 @@ class _Heads(torch.autograd.Function):
         ctx.save_for_backward(x, cos, sin)
         ctx.part, ctx.state = part, state
         # The product is added to the other half before it is rounded.
-        return _turned(e.addmm_(x, state.value[part.rows].T), cos, sin, part.heads)
+        made = e.addmm_(x, state.value[part.rows].T).unflatten(-1, (-1, cos.shape[-1]))
+        return _turned(cos, sin, *made.split(part.heads, dim=1))
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin = ctx.saved_tensors
         rows = ctx.part.rows
-        gradient = _turned_back(query, key, value, cos, sin)
+        gradient = _turned_back(cos, sin, query, key, value)
         ctx.state.add(gradient, x, rows)
         return None, gradient @ ctx.state.value[rows], gradient, None, None, None, None
 
@@ -183,13 +184,12 @@ def _norm(h: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 
 @compiled_on_gpu
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = x.unflatten(-1, (-1, cos.shape[-1])).split(heads, dim=1)
+def _turned(cos: Tensor, sin: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _rotated(query, cos, sin), _rotated(key, cos, sin), value.clone()
 
 
 @compiled_on_gpu
-def _turned_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned_back(cos: Tensor, sin: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.cat([_rotated(query, cos, -sin), _rotated(key, cos, -sin), value], dim=1).flatten(1)
 
 
