@@ -2,7 +2,8 @@
 
 q, k and v read cat(e, hidden_norm(h)), so each of their matrices falls into a half for the embedding and a half for the
 state. The embedding half of a token is the same at every step: it is projected once and read where a step needs it.
-Legend: n rows, H hidden, W width of queries (heads * hd), V of keys and values (kv * hd), I of the MLP.
+Legend: n rows, H hidden, W width of queries (heads * hd), V of keys and values (kv * hd),
+Q = W + 2V of all three, I of the MLP.
 """
 
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ class Matrices:
     """The layer's matrices in the dtype of matrix products: converted once for all steps of a forward."""
 
     embedding: Matrix
-    """[W+2V, H]: queries, keys and values of the embedding's half, one below the other."""
+    """[Q, H]: queries, keys and values of the embedding's half, one below the other."""
     state: Matrix
-    """[W+2V, H], of the state's half."""
+    """[Q, H], of the state's half."""
     out: Matrix
     gate: Matrix
     up: Matrix
@@ -88,7 +89,7 @@ def _stacked(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     return stacked
 
 
-def embedding_half(drafter: Eagle3Drafter, tokens: Int[Tensor, "n"], matrices: Matrices) -> Float[Tensor, "n W+2V"]:
+def embedding_half(drafter: Eagle3Drafter, tokens: Int[Tensor, "n"], matrices: Matrices) -> Float[Tensor, "n Q"]:
     """What tokens contribute to queries, keys and values at any step."""
     e, norm = F.embedding(tokens, drafter.embedding), drafter.midlayer.input_layernorm.weight
     return product(matrices.token, _norm(e, norm, drafter.shape.rms_norm_eps, compute_dtype(norm)), matrices.embedding)

@@ -5,7 +5,8 @@ keys of step k are rotated at position pos[r]+k. Gradients flow through all step
 
 With one decoder layer a row's output feeds only its own chain. So rows outside the active set need no more than
 their step-0 keys and values, and everything else runs on the R active rows alone.
-Legend: B packed rows of T tokens, N = B*T, R active rows, K steps, A*H captured width.
+Legend: B packed rows of T tokens, N = B*T, R active rows, K steps, A*H captured width,
+Q queries, keys and values together.
 """
 
 from collections.abc import Sequence
@@ -44,27 +45,25 @@ def unroll(
 
     `index[k]` says which token of `tokens` each active row reads at step k. At step 0 every row r reads token r+1.
     """
-    sight, matrices = sight_of(rows, document), matrices_of(drafter)
-    shape = drafter.shape
+    sight, matrices, shape = sight_of(rows, document), matrices_of(drafter), drafter.shape
     h0 = drafter.fuse(aux)
     # Row r holds token r+1, which step 0 reads. The last row of a document holds a foreign one, but no active row ever
     # sees its key.
     half = embedding_half(drafter, tokens.roll(-1), matrices)
-    of_query, of_others = half.tensor_split([queries_of(shape).rows.stop], dim=1)
     x0, angles = normed_state(drafter, h0), angles_at(drafter, position)
     # A copy: what heads are made of is used up, and later steps read it too.
-    _, key0, value0 = heads_of(x0, of_others.clone(), keys_and_values_of(shape), matrices, angles)
-
+    part = keys_and_values_of(shape)
+    _, key0, value0 = heads_of(x0, half[:, part.rows].clone(), part, matrices, angles)
     (h,), (x,), states = take_steps(h0, rows[None]), take_steps(x0, rows[None]), []
-    places = (index - 1) % len(tokens)
-    read = [*take_steps(of_query, places[:1]), *(take_steps(half, places[1:]) if len(places) > 1 else ())]
+    read = _read(half, queries_of(shape).rows, (index - 1) % len(tokens))
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     for k in range(len(index)):
         angles = angles_at(drafter, position[rows] + k)
-        part = all_of(shape) if k > 0 else queries_of(shape)
-        query, key, value = heads_of(x, read.pop(0), part, matrices, angles)
-        if k > 0:
+        if k == 0:
+            query, _, _ = heads_of(x, read.pop(0), queries_of(shape), matrices, angles)
+        else:
+            query, key, value = heads_of(normed_state(drafter, h), read.pop(0), all_of(shape), matrices, angles)
             own_keys.append(key)
             own_values.append(value)
         shared, lse = sight.attend(query, key0, value0)
@@ -72,8 +71,13 @@ def unroll(
         state = finish(drafter, h, attended, matrices)
         states.append(state)
         h = drafter.feed(state)
-        x = normed_state(drafter, h)
     return states
+
+
+def _read(half: Float[Tensor, "N Q"], queries: slice, places: Int[Tensor, "K R"]) -> list[Tensor]:
+    """What each step reads of the tokens: step 0 queries alone, for its keys and values are those of all rows."""
+    later = take_steps(half, places[1:]) if len(places) > 1 else ()
+    return [*take_steps(half[:, queries], places[:1]), *later]
 
 
 def add_noise(
