@@ -72,10 +72,9 @@ def training_step() -> str:
     lines = ["| shape, 75 % supervised | ours, tokens/s | speculators 0.9.0 | ratio | of the matrix rate |",
              "|---|---|---|---|---|"]  # fmt: skip
     for shape, told in (("llama8b", "Llama 8B, K 7"), ("kimi", "Kimi-K2.5, K 3")):
-        ours, peer = (
-            next(row for row in result["rows"] if row["shape"] == shape and (row["who"] == "ours") is mine)
-            for mine in (True, False)
-        )
+        rows = [row for row in result["rows"] if row["shape"] == shape and "error" not in row]
+        ours = next(row for row in rows if row["who"] == "ours" and row["supervised"] == 0.75)
+        peer = next(row for row in rows if row["who"] == "speculators 0.9.0")
         ratio = ours["tokens_per_s"] / peer["tokens_per_s"]
         lines.append(f"| {told} | {ours['tokens_per_s']:,.0f} | {peer['tokens_per_s']:,.0f} | {ratio:.2f} | "
                      f"{ours['share_of_matrix_rate']:.0%} |")  # fmt: skip

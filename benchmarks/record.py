@@ -15,13 +15,13 @@ FRESH = Path("outputs/benchmarks")
 """Where a measurement writes; `python -m benchmarks.figures` takes it over into RESULTS."""
 
 
-def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> Path:
-    """outputs/benchmarks/NAME.json with the command, git state, versions, device, `facts` and `rows`."""
+def write_result(name: str, rows: Sequence[Mapping[str, Any]], *, path: Path | None = None, **facts: Any) -> Path:
+    """outputs/benchmarks/NAME.json, or `path`, with command, code, versions, device, `facts` and `rows`."""
     seen = provenance()
     command = " ".join(["python", "-m", f"benchmarks.{name}", *map(shlex.quote, sys.argv[1:])])
-    kept = {key: seen[key] for key in ("git_sha", "git_dirty", "versions", "device", "started")}
-    FRESH.mkdir(parents=True, exist_ok=True)
-    path = FRESH / f"{name}.json"
+    kept = {key: seen[key] for key in ("git_sha", "git_dirty", "source_sha256", "versions", "device", "started")}
+    path = FRESH / f"{name}.json" if path is None else path
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"command": command, **kept, **facts, "rows": list(rows)}, indent=2) + "\n")
     return path
 

@@ -1,13 +1,14 @@
 """One optimizer step as train.py runs it, on random states: tokens/s, memory, and the share of the matrix rate.
 
-    python -m benchmarks.training_step --shape llama8b --ttt 7 --seq-len 2048 --rows 4 --supervised 0.75 --steps 12
+    python -m benchmarks.training_step --shape llama8b kimi --supervised 0.5 0.75 1.0 --peers DIR
 
+A row for each shape and supervised share, and for each peer that DIR brings (benchmarks.peers) one of each shape.
 Lightning's Trainer, the module, clipping, optimizer and ledger are those of a training. Documents have 512 tokens, of
 which the last ones are supervised. Times are CUDA events; medians over the timed steps.
 """
 
 import argparse
-import json
+import gc
 import statistics
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from benchmarks.needed import flops_needed, matrix_rate
+from benchmarks.peers import PEERS, compare, measure_peer, script_in
+from benchmarks.record import write_result
 from eagle3.drafter import DrafterShape, Eagle3Drafter
 from eagle3.module import DrafterModule, Recipe
 from eagle3.record import Record, declared
@@ -41,8 +44,11 @@ SIZES = {
     "kimi": {"hidden_size": 7168, "intermediate_size": 18432, "num_heads": 64, "num_kv_heads": 64, "head_dim": 128,
              "vocab_size": 163840, "draft_vocab_size": 32000},
 }  # fmt: skip
+STEPS = {"tiny": 3, "llama8b": 7, "kimi": 3}
+"""K of each shape, where --ttt does not say another."""
 DOCUMENT = 512
 BATCHES = 2
+PEER_TIMEOUT_S = 280
 
 
 def shape_of(name: str) -> DrafterShape:
@@ -208,24 +214,45 @@ def show(row: dict[str, Any]) -> None:
     get_console().print(table)
 
 
-def main(arguments: list[str]) -> None:
+def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SIZES, required=True)
-    parser.add_argument("--ttt", type=int, default=7, help="K")
+    parser.add_argument("--shape", choices=SIZES, nargs="+", required=True)
+    parser.add_argument("--ttt", type=int, default=None, help="K; by default 7 for llama8b and 3 for the others")
     parser.add_argument("--seq-len", type=int, default=2048, help="T, tokens of a packed row")
     parser.add_argument("--rows", type=int, default=4, help="B, packed rows of a step")
-    parser.add_argument("--supervised", type=float, default=0.75, help="share of each document")
+    parser.add_argument("--supervised", type=float, nargs="+", default=[0.75], help="share of each document")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--precision", choices=("bf16-mixed", "32-true"), default="bf16-mixed")
-    parser.add_argument("--json", type=Path, default=None)
-    options = parser.parse_args(arguments)
-    out, options.json = options.json, None
-    row = measure(options)
-    del row["json"]
-    show(row)
-    if out is not None:
-        out.write_text(json.dumps(row, indent=2) + "\n")
+    parser.add_argument(
+        "--peers", type=Path, default=None, help="a folder with bench_peers.py: measure those beside us"
+    )
+    parser.add_argument("--json", type=Path, default=None, help="by default outputs/benchmarks/training_step.json")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> None:
+    options = parsed(arguments)
+    script = script_in(options.peers) if options.peers else None
+    ours: list[dict[str, Any]] = []
+    peers: list[dict[str, Any]] = []
+    for shape in options.shape:
+        ttt = STEPS[shape] if options.ttt is None else options.ttt
+        sizes = {"shape": shape, "ttt": ttt, "seq_len": options.seq_len, "rows": options.rows,
+                 "steps": options.steps, "warmup": options.warmup}  # fmt: skip
+        torch._dynamo.reset()  # one shape's sizes are no reason to compile another's for any size
+        for share in options.supervised:
+            one = argparse.Namespace(**sizes, supervised=share, precision=options.precision)
+            ours.append({"who": "ours", **measure(one)})
+            show(ours[-1])
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # to the peers, which are other processes
+        for peer in PEERS if script else ():
+            peers.append(measure_peer(peer, script, **sizes, timeout_s=PEER_TIMEOUT_S))
+            show(peers[-1])
+    rows = [row | compare(row, peers) for row in ours] + peers
+    get_console().print(str(write_result("training_step", rows, path=options.json)))
 
 
 if __name__ == "__main__":

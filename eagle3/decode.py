@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from eagle3.drafter import Eagle3Drafter
-from eagle3.step import angles_at, embedding_halves, finish, heads_of, matrices_of, normed_state, values_of
+from eagle3.step import all_of, angles_at, embedding_half, finish, heads_of, matrices_of, normed_state
 from extract.verifier import decoder_layers, text_backbone
 
 
@@ -146,13 +146,12 @@ class DraftCache:
         self, at: int, tokens: Int[Tensor, "n"], h: Float[Tensor, "n H"], position: Int[Tensor, "n"]
     ) -> Float[Tensor, "1 heads hd"]:
         """Writes keys and values of rows from place `at` on, and gives the query of the last one."""
-        drafter, own = self.drafter, self._matrices.state
-        half, x = embedding_halves(drafter.embed(tokens), self._matrices), normed_state(drafter, h)
-        cos, sin = angles_at(drafter, position)
-        key = heads_of(drafter, x, half.key, own.key, (cos, sin))
+        drafter, matrices = self.drafter, self._matrices
+        half, x = embedding_half(drafter, tokens, matrices), normed_state(drafter, h)
+        query, key, value = heads_of(x, half, all_of(drafter.shape), matrices, angles_at(drafter, position))
         self._keys[:, at : at + len(h)] = key.transpose(0, 1)
-        self._values[:, at : at + len(h)] = values_of(drafter, x, half.value, own.value).transpose(0, 1)
-        return heads_of(drafter, x[-1:], half.query[-1:], own.query, (cos[-1:], sin[-1:]))
+        self._values[:, at : at + len(h)] = value.transpose(0, 1)
+        return query[-1:]
 
     def _attend(self, query: Float[Tensor, "1 heads hd"], filled: int) -> Float[Tensor, "1 width"]:
         keys, values = self._keys[:, :filled], self._values[:, :filled]

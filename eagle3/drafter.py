@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -114,10 +113,6 @@ class Eagle3Drafter(nn.Module):
             aux = torch.cat([norm(x) for norm, x in zip(self.fc_norm, layers, strict=True)], dim=-1)
         # The residual stream stays in the weights' precision; under autocast only matrix products are narrower.
         return self.fc(aux.to(compute_dtype(self.fc.weight))).to(self.fc.weight.dtype)
-
-    def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
-        """The embedding half of the attention's input. It depends on the token alone, never on the step."""
-        return self.midlayer.input_layernorm(F.embedding(tokens, self.embedding).to(self.fc.weight.dtype))
 
     def feed(self, h: Float[Tensor, "*n H"]) -> Float[Tensor, "*n H"]:
         """What the next step is fed."""

@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle3.precision import at_least_float32, compiled_on_gpu, compute_dtype
-from eagle3.row_losses import LOSSES, RowLoss
+from eagle3.products import add_product
+from eagle3.row_losses import LOSSES, RowLoss, soft_cross_entropy
 from eagle3.take import take_steps
 
 
@@ -56,7 +57,7 @@ def head_and_loss(
     weight: Float[Tensor, "K R"],
     *,
     loss: str = "soft_ce",
-    chunk_pairs: int = 4096,
+    chunk_pairs: int = 8192,
 ) -> HeadOutput:
     """Loss, drafts and acceptance of the active pairs.
 
@@ -68,6 +69,7 @@ def head_and_loss(
     order = index[step, row].argsort(stable=True)
     step, row = step[order], row[order]
     (student,) = take_steps(normed.flatten(0, 1).to(dtype), (step * active.shape[1] + row)[None])
+    del normed  # one copy is enough
     total, row_loss, draft, alpha = _ChunkedHead.apply(
         student, lm_head, teacher, index[step, row], weight[step, row], LOSSES[loss], chunk_pairs
     )
@@ -99,12 +101,13 @@ class _ChunkedHead(torch.autograd.Function):
         teacher_head = teacher.head.to(head.dtype)
         positions, speaker = speaks_at.unique_consecutive(return_inverse=True)
         total = at_least_float32(hidden.new_zeros(()))
-        grad_hidden = torch.empty_like(hidden) if wants_gradient else None
+        # `hidden` is a copy for this function alone: once a chunk has read its rows, their gradient takes their place.
+        grad_hidden = hidden if wants_gradient else None
         grad_head = torch.zeros_like(lm_head) if wants_gradient else None
         losses, drafts, alphas = [], [], []
         for chunk, speakers in _chunks(speaker, chunk_pairs):
             spoken = teacher.last[positions[speakers]].to(head.dtype) @ teacher_head.T
-            row_loss, gradient, draft, alpha = _judged(
+            row_loss, gradient, draft, alpha = _judge(
                 hidden[chunk] @ head.T, spoken, speaker[chunk] - speakers.start, teacher.lse[positions[speakers]],
                 weight[chunk], row_loss_of,
             )  # fmt: skip
@@ -113,8 +116,9 @@ class _ChunkedHead(torch.autograd.Function):
             drafts.append(draft)
             alphas.append(alpha)
             if grad_hidden is not None and grad_head is not None:
+                add_product(grad_head, gradient, hidden[chunk])
                 torch.mm(gradient, head, out=grad_hidden[chunk])
-                _add_product(grad_head, gradient, hidden[chunk])
+            del spoken, gradient  # before the next chunk needs as much
         ctx.save_for_backward(grad_hidden, grad_head)
         outputs = tuple(torch.cat(x) if x else weight.new_zeros(0) for x in (losses, drafts, alphas))
         ctx.mark_non_differentiable(*outputs)
@@ -137,6 +141,29 @@ def _chunks(speaker: Int[Tensor, "P"], pairs: int) -> Iterator[tuple[slice, slic
         yield chunk, slice(low, high + 1)
 
 
+def _judge(
+    logits: Float[Tensor, "P D"],
+    spoken: Float[Tensor, "U D"],
+    speaker: Int[Tensor, "P"],
+    lse: Float[Tensor, "U"],
+    weight: Float[Tensor, "P"],
+    row_loss_of: RowLoss,
+) -> tuple[Float[Tensor, "P"], Float[Tensor, "P D"], Int[Tensor, "P"], Float[Tensor, "P"]]:
+    """`_judged`, or on a GPU a kernel for the usual loss, which leaves its gradient in the place of `logits`."""
+    if logits.is_cuda and row_loss_of is soft_cross_entropy and logits.dtype != torch.float64:
+        from eagle3.soft_ce_kernel import judged_in_place  # Triton comes with the GPU builds of torch alone
+
+        return judged_in_place(logits, spoken, speaker, *_teachers(spoken, lse), weight)
+    return _judged(logits, spoken, speaker, lse, weight, row_loss_of)
+
+
+@compiled_on_gpu
+def _teachers(spoken: Float[Tensor, "U D"], lse: Float[Tensor, "U"]) -> tuple[Float[Tensor, "U"], Float[Tensor, "U"]]:
+    """Log-sum-exp of the teachers' logits, and how much of their mass lies in the draft vocabulary."""
+    within = at_least_float32(spoken).logsumexp(-1)
+    return within, (within - lse).exp()
+
+
 @compiled_on_gpu
 def _judged(
     logits: Float[Tensor, "P D"],
@@ -156,11 +183,3 @@ def _judged(
     q = (student - student.logsumexp(-1)[:, None]).exp()
     alpha = torch.minimum(in_draft * mass[:, None], q).sum(-1)
     return row_loss, gradient.to(logits.dtype), logits.argmax(-1), alpha
-
-
-def _add_product(total: Float[Tensor, "D H"], a: Float[Tensor, "P D"], b: Float[Tensor, "P H"]) -> None:
-    """total += a.T @ b, summed in `total`'s own dtype where the device can."""
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a.T @ b

@@ -104,6 +104,9 @@ class DrafterModule(pl.LightningModule):
         return plan.supervised * weight.float()[:, None]
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        if batch["step"] != self.step:
+            # The last step's gradients are of no more use: they would lie beside everything that backward needs.
+            self.zero_grad(set_to_none=True)
         self.step = batch["step"]
         seeds = [_noise_seed(self.recipe.seed, batch["step"], row) for row in batch["rows"].tolist()]
         dtype = compute_dtype(self.drafter.fc.weight)

@@ -27,7 +27,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def compiled_on_gpu(function: F) -> F:
-    """`function`, compiled where its first argument lies on a GPU. A CPU runs it as it is written.
+    """`function`, compiled where its first argument lies on a GPU. A CPU, and an empty batch, run it as it is written.
 
     Sizes that change from batch to batch become symbols at their first change, so that there are two compilations of
     each call and not one a batch.
@@ -36,6 +36,6 @@ def compiled_on_gpu(function: F) -> F:
 
     @wraps(function)
     def either(first: Tensor, *others: object, **named: object) -> object:
-        return (compiled if first.is_cuda else function)(first, *others, **named)
+        return (compiled if first.is_cuda and first.numel() else function)(first, *others, **named)
 
     return cast(F, either)

@@ -146,6 +146,21 @@ def test_training_mode_is_back_after_every_validation(monkeypatch: pytest.Monkey
     assert modes == 3 * [("training_step", True, True), ("validation_step", False, False)]
 
 
+def test_a_forward_does_not_carry_the_last_step_s_gradients(monkeypatch: pytest.MonkeyPatch):
+    case = with_recipe(make_case(LENGTHS, seed=8), micro_batches=2)
+    module, held = case.module(), []
+    plain = module.forward
+
+    def noted(*given: Any) -> Any:
+        held.append([p.grad is not None for p in case.drafter.parameters()])
+        return plain(*given)
+
+    monkeypatch.setattr(module, "forward", noted)
+    train(module, steps_of(case.batch, 3, 2))
+    weights = len(list(case.drafter.parameters()))
+    assert held == 3 * [weights * [False], weights * [True]], "the second micro-batch adds to the first one's"
+
+
 def test_clips_to_the_global_norm_and_keeps_the_norm_before():
     case = with_recipe(make_case(LENGTHS, seed=8), clip_norm=0.01, lr=1e-9)
     module = case.module()
