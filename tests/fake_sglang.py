@@ -49,7 +49,8 @@ class Fake(BaseHTTPRequestHandler):
     with the id N in it: dies_of, fails_of, fewer_of, nan_of, half_of, others_of, cached_of, full_of. fails_from=N: the
     Nth and all later ones. fails_every=N: every Nth. breaks_off: answers are too short. cuts_at=N: the connection is
     closed without an answer. slow=S: seconds for each token. silent: no figures of speculation.
-    one_each: a connection's second request finds it closed. on=N: all this only where CUDA_VISIBLE_DEVICES is N.
+    one_each: hangs up on whoever wants to keep the
+    connection. on=N: all this only where CUDA_VISIBLE_DEVICES is N.
 
     With --speculative-algorithm every verification but the last accepts one draft.
     """
@@ -61,12 +62,6 @@ class Fake(BaseHTTPRequestHandler):
     lock = threading.Lock()
     requests = 0
     vocab, hidden = VOCAB, HIDDEN
-
-    def handle_one_request(self) -> None:
-        super().handle_one_request()
-        if "one_each" in self.faults and not self.close_connection:
-            self.rfile.peek(1)  # like a server that closes an idle connection when its next request is on the way
-            self.close_connection = True
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -83,6 +78,9 @@ class Fake(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "one_each" in self.faults and self.headers["Connection"] != "close":
+            self.close_connection = True
+            return None
         if self.path == "/abort_request":
             return self.say(200, {})
         with self.lock:
@@ -152,7 +150,8 @@ class Fake(BaseHTTPRequestHandler):
         ids = ids if end is None else ids[: end + 1]
         ids = ids[:-1] if "breaks_off" in self.faults else ids
         time.sleep(float(self.faults.get("slow", 0)) * len(ids) * (not asked.get("stream")))
-        meta = {"finish_reason": {"type": "length" if end is None else "stop"}, **self.counted(len(ids))}
+        reason = "length" if end in (None, sampling["max_new_tokens"] - 1) else "stop"  # the limit counts first
+        meta = {"finish_reason": {"type": reason}, **self.counted(len(ids))}
         return {"output_ids": ids, "meta_info": meta}
 
     def counted(self, tokens: int) -> dict:

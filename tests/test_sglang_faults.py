@@ -255,9 +255,9 @@ def test_ids_and_lengths_that_it_cannot_take_are_never_sent(opened):
 def test_answers_are_read_and_cut_as_the_protocol_says(opened):
     engine = opened()
     told = {"temperature": 0, "top_p": 1, "seed": 0}
-    answers = engine.generate([[1], [5]], max_new_tokens=4, stop_ids={4}, **told)
+    answers = engine.generate([[1], [5], [40]], max_new_tokens=4, stop_ids={4, 44}, **told)
     assert [(answer.ids, answer.finish_reason) for answer in answers] == [
-        ([2, 3, 4], "stop"), ([6, 7, 8, 9], "length"),
+        ([2, 3, 4], "stop"), ([6, 7, 8, 9], "length"), ([41, 42, 43, 44], "stop"),
     ]  # fmt: skip
     assert_right(engine.capture([[1, 2]])[0], [1, 2])  # the other server
     with pytest.raises(EngineError, match="not what was asked for: 3 of at most 4 ids"):

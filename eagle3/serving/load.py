@@ -14,6 +14,7 @@ import httpx
 
 from eagle3.serving.dialects import Dialect, Heard
 from extract.launcher import ServerDied, ServerHung
+from extract.local_http import client_options
 
 DYING_S = 3.0
 """A connection breaks a moment before its process has ended."""
@@ -65,11 +66,7 @@ class Load:
 
     def __enter__(self) -> Self:
         self._runner = asyncio.Runner()
-        self._client = httpx.AsyncClient(
-            base_url=self._url, timeout=self._timeout_s, trust_env=False,
-            # A kept connection may be closed by the server in the moment in which it is used again.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        )  # fmt: skip
+        self._client = httpx.AsyncClient(**client_options(self._url, self._timeout_s))
         return self
 
     def __exit__(

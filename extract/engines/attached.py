@@ -11,13 +11,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from extract.config import Server
 from extract.engines.sglang_command import Life
-from extract.engines.sglang_server import SglangServer, client_of, is_ready
+from extract.engines.sglang_server import SglangServer, is_ready
 from extract.engines.standby import RECORD, Held
 from extract.launcher import ServerDied, ServerError, tail
+from extract.local_http import client_options
 from extract.numbering import sglang_layer_ids
 from extract.spool import NAME, Parts
 from extract.verifier import VerifierSpec
@@ -148,7 +150,7 @@ class AttachedServer:
         self.concurrency, self.budget_bytes = server.capture.concurrency, held.budget_bytes
         self._lease = Lease(held, folder)
         self.prefix = self._lease.prefix
-        client = client_of(held.url, server.request_timeout_s)
+        client = httpx.Client(**client_options(held.url, server.request_timeout_s))
         self._server = SglangServer(HeldProcess(held, folder), client, name=held.name)
         try:
             if not is_ready(client, held.name, lambda: True):

@@ -14,6 +14,7 @@ def read_answer(answer: dict[str, Any], most: int, stop_ids: Collection[int], vo
     """The body of an answer of `/generate`.
 
     SGLang ends an answer at the model's own end tokens too, which `stop_ids` must hold; the last id is the stop token.
+    It says "length" of an answer whose stop token is the last that it might have: its turn has ended all the same.
 
     Raises:
         ServerError: it lacks something, or is no answer to a request for at most `most` ids.
@@ -23,7 +24,7 @@ def read_answer(answer: dict[str, Any], most: int, stop_ids: Collection[int], vo
     except (KeyError, TypeError) as error:
         raise ServerError(f"SGLang's answer lacks {error}: {str(answer)[:500]}") from error
     stops = [place for place, token in enumerate(ids) if token in stop_ids]
-    ended = [len(ids) - 1] if reason == "stop" else []
+    ended = [len(ids) - 1] if reason == "stop" or stops == [most - 1] else []
     inside = bool(ids) and min(ids) >= 0 and max(ids) < vocab_size
     whole = len(ids) <= most and (bool(ended) or len(ids) == most)
     if reason not in ("stop", "length") or not inside or stops != ended or not whole:
@@ -31,7 +32,7 @@ def read_answer(answer: dict[str, Any], most: int, stop_ids: Collection[int], vo
             f"SGLang's answer is not what was asked for: {len(ids)} of at most {most} ids, end-of-turn tokens at "
             f"{stops}, finish_reason {reason}, ids {ids[:8]}..."
         )
-    return Generated(ids, reason)
+    return Generated(ids, "stop" if ended else "length")
 
 
 def read_logprobs(answer: dict[str, Any], tokens: int) -> Told:

