@@ -151,13 +151,15 @@ def measured(asked: argparse.Namespace, engine: Unproven, spec: VerifierSpec, la
     bare = prefill_alone(engine, samples, asked.repeats, folder / "alone")
     lazy = LazyEngine(lambda: engine, "sglang", engine.version, ahead=engine.ahead)
     engine.capture([sample.input_ids for sample in samples[:32]])
-    rows = []
+    rows, console = [], get_console()
+    console.print("prefill: " + ", ".join(f"{tokens / took:,.0f}" for took in bare) + " tokens/s")  # told at once
     for number in range(asked.repeats):
         began = time.monotonic()
         engine.capture([sample.input_ids for sample in samples])
         seconds = {"prefill": bare[number], "taken": time.monotonic() - began}
         for name, where in (("memory", Path("/dev/shm")), ("disk", asked.disk)):
             seconds[name] = into_a_store(lazy, spec, layers, samples, asked.batch_tokens, where)
+            console.print(f"{name}: {tokens / seconds[name]:,.0f} tokens/s")
         rows.append({f"{name}_tokens_per_s": tokens / took for name, took in seconds.items()})
     engine.close()
     return rows

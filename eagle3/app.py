@@ -36,7 +36,7 @@ AGAIN = ("resume=", "from_run=")
 
 STAGE_FIGURES = {
     "stage": Declared(
-        names=frozenset({"done", "tokens", "reused", "seconds"}),
+        names=frozenset({"done", "tokens", "reused", "seconds", "start_s"}),
         optional=frozenset({"tokens_per_s"}),
         integer=frozenset({"done", "tokens", "reused"}),
     )

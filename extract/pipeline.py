@@ -20,7 +20,7 @@ from extract.ahead import in_order
 from extract.chat import Chat, Sample, Turn, build_samples
 from extract.dialogue import count_turns
 from extract.engines import Captured, Engine
-from extract.engines.base import ahead_of
+from extract.engines.base import ahead_of, starting_s
 from extract.journal import Journal
 from extract.progress import Progress
 from extract.prompts import Conversation, Skipped
@@ -44,6 +44,9 @@ class StageFigures:
     tokens: int
     reused: int
     seconds: float
+    """Of work; from its first request on, where an engine had to start."""
+    start_s: float
+    """That it waited for the engine to start."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -58,6 +61,20 @@ class StageFigures:
         return values
 
 
+class Clock:
+    """Of a stage: seconds of work, and seconds in which it waited for its engine to start."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._began, self._waited_before = time.monotonic(), starting_s(engine)
+
+    def waited_s(self) -> float:
+        return starting_s(self._engine) - self._waited_before
+
+    def worked_s(self) -> float:
+        return time.monotonic() - self._began - self.waited_s()
+
+
 def answer_all(
     engine: Engine, chat: Chat, conversations: Sequence[Conversation], journal: Journal, *,
     sampling: Sampling, verifier_sha256: str, max_len: int, concurrency: int, keep_given: bool,
@@ -65,7 +82,7 @@ def answer_all(
     """Every turn that the verifier has to answer is answered and in the journal."""
     turns = tokens = reused = 0
     skipped: list[Skipped] = []
-    began = time.monotonic()
+    clock = Clock(engine)
     events = respond(
         engine, chat, conversations, journal, sampling=sampling, verifier_sha256=verifier_sha256,
         max_len=max_len, batch_size=concurrency, keep_given=keep_given,
@@ -73,7 +90,7 @@ def answer_all(
     # Given answers that are kept pass through the journal too, and are counted by the events.
     every = sum(len(conversation.exchanges()) for conversation in conversations)
     total = every if keep_given else count_turns(conversations, keep_given=False)
-    with Progress("respond", total, unit="turns") as progress:
+    with Progress("respond", total, unit="turns", waited_s=clock.waited_s) as progress:
         for event in events:
             skipped += event.skipped
             if event.reused:
@@ -81,9 +98,9 @@ def answer_all(
                 progress.skip(event.turns)
                 continue
             turns, tokens = turns + event.turns, tokens + event.response_tokens
-            rate = round(tokens / max(time.monotonic() - began, 1e-9))
+            rate = round(tokens / max(clock.worked_s(), 1e-9))
             progress.advance(event.turns, **{"tokens/s": rate} if tokens else {})
-    return StageFigures(turns, tokens, reused, time.monotonic() - began), skipped
+    return StageFigures(turns, tokens, reused, clock.worked_s(), clock.waited_s()), skipped
 
 
 def samples_of(journal: Journal, conversations: Sequence[Conversation], *, max_len: int) -> Iterator[Sample | Skipped]:
@@ -141,13 +158,13 @@ def capture_all(
 ) -> StageFigures:  # fmt: skip
     """Every sample that the store lacks is captured and on disk, or in quarantine with its reason."""
     captured = tokens = reused = 0
-    began = time.monotonic()
+    clock = Clock(engine)
     patience = Patience()
 
     def states_of(batch: list[Sample]) -> list[Captured | Failure]:
         return patience.run(engine.capture, [sample.input_ids for sample in batch])
 
-    with Progress("capture", total_tokens, unit="tokens") as progress:
+    with Progress("capture", total_tokens, unit="tokens", waited_s=clock.waited_s) as progress:
         for window in _windows(samples):
             present = {s.id for s in window if s.id in writer.done or s.id in writer.quarantined}
             reused += len(present)
@@ -165,7 +182,7 @@ def capture_all(
         writer.flush()
     if patience.failures:
         log.warning("%d requests for states failed; they were repeated, or their samples given up", patience.failures)
-    return StageFigures(captured, tokens, reused, time.monotonic() - began)
+    return StageFigures(captured, tokens, reused, clock.worked_s(), clock.waited_s())
 
 
 def _store(writer: StoreWriter, sample: Sample, states: Captured | Failure, dtype: torch.dtype) -> None:
@@ -211,4 +228,4 @@ def teach_all(
             else:
                 tokens += event.tokens
                 progress.advance(event.tokens)
-    return StageFigures(tokens, tokens, reused, time.monotonic() - began)
+    return StageFigures(tokens, tokens, reused, time.monotonic() - began, 0.0)

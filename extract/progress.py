@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -29,12 +30,17 @@ class Progress:
         unit: what is counted; it names the rate too ("tokens" gives "tokens/s").
         every_s: seconds between two lines where output is no terminal.
         initial: units that an earlier run has done; they do not count for the rate.
+        waited_s: tells the seconds so far in which nothing could be done; they do not count for the rate either.
     """
 
-    def __init__(self, title: str, total: int, unit: str = "tokens", every_s: float = 10.0, initial: int = 0) -> None:
+    def __init__(
+        self, title: str, total: int, unit: str = "tokens", every_s: float = 10.0, initial: int = 0,
+        waited_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:  # fmt: skip
         self.title, self.total, self.unit, self.every_s = title, total, unit, every_s
         self.count = self.initial = initial
         self.fields: dict[str, object] = {}
+        self._waited_s = waited_s
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._began = time.monotonic()
@@ -103,7 +109,8 @@ class Progress:
         with self._lock:
             count, fields = self.count, dict(self.fields)
         elapsed_s = time.monotonic() - self._began
-        rate = (count - self.initial) / elapsed_s if elapsed_s > 0 else 0.0
+        worked_s = elapsed_s - self._waited_s()
+        rate = (count - self.initial) / worked_s if worked_s > 0 else 0.0
         parts = [f"{count:,}/{self.total:,} {self.unit}", f"{_short(rate)} {self.unit}/s"]
         parts.append(f"{_clock(elapsed_s)} gone")
         if rate > 0 and count < self.total:

@@ -74,6 +74,7 @@ def summary_of(store: Path, manifest: dict[str, Any], stages: dict[str, StageFig
         figures |= {key: probes[key] for key in ("servers", "servers_lost")}
     for name, stage in stages.items():
         figures[f"{name}_seconds"] = round(stage.seconds, 2)
+        figures[f"{name}_start_s"] = round(stage.start_s, 2)
         figures[f"{name}_reused"] = stage.reused
         if stage.tokens_per_s is not None:
             figures[f"{name}_tokens_per_s"] = round(stage.tokens_per_s, 1)
@@ -92,7 +93,8 @@ def show_summary(figures: dict[str, Any], *, reused: bool, next_command: str) ->
     for name in ("respond", "capture", "teacher"):
         if f"{name}_tokens_per_s" in figures:
             speed = f"{figures[f'{name}_tokens_per_s']:,.0f} tokens/s, {figures[f'{name}_seconds']:.1f} s"
-            rows.append((name, speed))
+            start_s = figures[f"{name}_start_s"]
+            rows.append((name, speed + (f"; the engine started in {start_s:.1f} s" if start_s >= 0.1 else "")))
         else:
             rows.append((name, "done by an earlier run"))
     closing_table("Hidden states are ready" + (" (reused)" if reused else ""), rows, next_command)

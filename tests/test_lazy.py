@@ -1,11 +1,13 @@
 """A server loads while the capture is planned; whichever of the two fails is told, and nothing is left running."""
 
 import threading
+import time
 
 import pytest
 
 from extract.engines.base import EngineGone
 from extract.lazy import LazyEngine
+from extract.pipeline import Clock
 
 
 class Slow:
@@ -15,7 +17,8 @@ class Slow:
         self.error, self.begun, self.ready, self.closed = error, threading.Event(), threading.Event(), False
         self.let = threading.Event()
 
-    def prepare_capture(self):
+    def prepare(self, life):
+        assert life == "capture"
         self.begun.set()
         assert self.let.wait(20)
         if self.error is not None:
@@ -70,3 +73,23 @@ def test_nothing_starts_before_the_first_item_is_asked_for():
     opened = LazyEngine(lambda: pytest.fail("it started"), "slow", "1", ahead=2)
     opened.meanwhile(range(5))
     opened.close()
+
+
+def test_the_seconds_of_a_start_are_no_work():
+    """What waits for an engine is told apart from what it does, or a rate would mean nothing."""
+
+    class Starts(Slow):
+        def prepare(self, life):
+            assert life == "respond"
+            threading.Event().wait(0.2)
+
+        def generate(self, batch, **_):
+            return list(batch)
+
+    opened = lazy(Starts())
+    clock, began = Clock(opened), time.monotonic()
+    asked = {"max_new_tokens": 1, "temperature": 0, "top_p": 1, "seed": 0, "stop_ids": []}
+    for _ in range(3):
+        assert opened.generate([1, 2], **asked) == [1, 2]
+    waited, worked, all_of_it = clock.waited_s(), clock.worked_s(), time.monotonic() - began
+    assert 0.2 <= waited <= all_of_it and worked <= all_of_it - waited + 1e-3

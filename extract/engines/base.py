@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -80,6 +80,12 @@ def ahead_of(engine: Engine) -> int:
     return ahead
 
 
+def starting_s(engine: Engine) -> float:
+    """Seconds that work has waited so far for the engine to start; no work of its own, however long it takes."""
+    seconds: float = getattr(engine, "starting_s", 0.0)
+    return seconds
+
+
 @runtime_checkable
 class Rechecks(Protocol):
     """An engine whose states come a long way, and are proven before it is believed that a store is complete."""
@@ -93,10 +99,10 @@ class Rechecks(Protocol):
 
 @runtime_checkable
 class Prepares(Protocol):
-    """An engine that takes long to get ready for `capture`, and can do so while others work."""
+    """An engine that takes long to get ready, for answers or for states, and can do so while others work."""
 
-    def prepare_capture(self) -> None:
-        """Returns when it is ready; raises what `capture` would."""
+    def prepare(self, life: Literal["respond", "capture"]) -> None:
+        """Returns when it is ready; raises what `generate` or `capture` would."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from extract.engines.base import Captured, EngineError, EngineGone, Generated, SomeFailed
 from extract.engines.sglang import SglangEngine
+from extract.engines.sglang_command import Life
 
 log = logging.getLogger(__name__)
 
@@ -73,17 +74,17 @@ class Replicas:
         restarts = sum(engine.servers.restarts for engine in self._engines)
         return figures | {"restarts": restarts, "servers": len(self._engines), "servers_lost": len(self.lost)}
 
-    def prepare_capture(self) -> None:
+    def prepare(self, life: Life) -> None:
         """All side by side; see `extract.engines.base.Prepares`."""
 
-        def prepare(engine: SglangEngine) -> None:
+        def start(engine: SglangEngine) -> None:
             try:
-                engine.prepare_capture()
+                engine.prepare(life)
             except EngineGone as error:
                 if not self._closed:
                     self._lose(engine.servers.name, str(error))
 
-        list(self._pool.map(prepare, self._engines))
+        list(self._pool.map(start, self._engines))
         self._require_one()
 
     def close(self) -> None:

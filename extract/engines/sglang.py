@@ -116,10 +116,10 @@ class SglangEngine:
         self._note("stored", [(a, b) for a, b, _ in again], [told for *_, told in again], coarser)
         return self.probes | {"restarts": self.servers.restarts}
 
-    def prepare_capture(self) -> None:
-        """Starts the server that captures, which the first batch will probe; see `extract.engines.base.Prepares`."""
+    def prepare(self, life: Life) -> None:
+        """Starts the server, which the first batch of a capture will probe; see `extract.engines.base.Prepares`."""
         with self._starting_or_gone():
-            self.servers.serve("capture")
+            self.servers.serve(life)
 
     def close(self) -> None:
         """Ends all requests, and the server that runs or starts with its folder in memory, unless it is another's."""
