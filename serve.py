@@ -3,6 +3,7 @@
 python serve.py                                     the quickstart: how fast is vLLM on this machine
 python serve.py server=sglang hardware=h200 serving=benchmark drafter_dir=DIR
 python serve.py server=sglang serving=foreground    stays until Ctrl-C
+python serve.py server=sglang serving=capture       likewise, for extract.py server.urls=[URL]
 python serve.py dry_run=true                        the command line and its environment, and stop
 python serve.py -m server.flags.attention_backend=triton,flashinfer     a table against the untuned server
 """

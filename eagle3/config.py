@@ -113,8 +113,9 @@ class Evaluation:
 
 @dataclass(frozen=True, config=STRICT)
 class Serving:
-    mode: Literal["benchmark", "foreground"]
-    """What serve.py starts a server for: to measure it and stop, or to keep it until Ctrl-C."""
+    mode: Literal["benchmark", "foreground", "capture"]
+    """What serve.py starts a server for: to measure it and stop, to keep it until Ctrl-C, or to keep it for extractions
+    on this machine (`server.urls`), which take hidden states from it."""
     host: NonEmpty
     """Address of a server in the foreground; 0.0.0.0 lets other machines in."""
     port: Annotated[Int, Field(gt=0, lt=65536)]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -261,3 +263,23 @@ def test_a_verifier_whose_layers_sglang_cannot_name_is_refused_before_anything_s
     done = run("extract.py", *told, "verifier.path=g", cwd=tmp_path)
     assert done.code == 1 and "howSGLangnumbersthelayersof'gemma'isnotknown" in done.words()
     assert not (tmp_path / "store").exists() and is_clean(tmp_path)
+
+
+def test_serve_py_holds_a_server_from_which_an_extraction_takes_everything(job, tmp_path):
+    holder = Script("serve.py", *job, "serving=capture", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (told := re.search(r"server\.urls=\[(http\S+)\]", holder.output())):
+        assert time.monotonic() < deadline and holder.process.is_alive(), holder.output()
+        time.sleep(0.05)
+    held = ours(tmp_path)
+    # It was started with what `job` says; what attaches to it says nothing of how it is started.
+    attaching = [word for word in job if not word.startswith(("server.python", "server.env"))]
+    succeed("extract.py", *attaching, f"server.urls=[{told[1]}]", cwd=tmp_path)
+    assert open_store(tmp_path / "store", need_teacher=True, need_complete=True).samples
+    assert ours(tmp_path) == held, "another server was started"
+    os.kill(holder.process.pid, signal.SIGINT)
+    done = holder.wait(timeout_s=30)
+    assert done.code == 0 and "Traceback" not in done.output and is_clean(tmp_path), done.output
+    others = [word for word in job if not word.startswith("server")]
+    refused = run("serve.py", *others, "serving=capture", "server=vllm", cwd=tmp_path)
+    assert refused.code == 1 and "serving.mode=capture holds an SGLang server" in refused.output

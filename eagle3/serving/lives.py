@@ -14,6 +14,7 @@ from eagle3.config import Config
 from eagle3.export.directory import find_drafter
 from eagle3.runlog import RunLog, SilentRunLog
 from eagle3.serving.benchmark import Benchmark, rounds_of
+from eagle3.serving.capture import capture_line, hold_for_extractions
 from eagle3.serving.dialects import Dialect, Sglang, Vllm
 from eagle3.serving.figures import Measured, Rows
 from eagle3.serving.lines import Line, line_of
@@ -68,8 +69,11 @@ def plan(config: Config) -> Planned:
     if config.server.urls or config.server.replicas > 1:
         raise ValueError("server.urls and server.replicas are for extract.py; serve.py starts one server of its own")
     spec = open_verifier(config.verifier, Path(config.cache_dir))
-    drafter = find_drafter(Path(config.drafter_dir)).resolve() if config.drafter_dir else None
     server = on_hardware(config.server, config.hardware)
+    if config.serving.mode == "capture":
+        line = capture_line(server, spec, dtype=config.verifier.dtype, env=config.hardware.env)
+        return Planned(config, server, spec, None, line)
+    drafter = find_drafter(Path(config.drafter_dir)).resolve() if config.drafter_dir else None
     name, host, port = spec.name, config.serving.host, config.serving.port
     if config.serving.mode == "benchmark":  # a name to which no other server answers, and a port that is free
         name, host, port = f"{spec.name}-{secrets.token_hex(4)}", "127.0.0.1", free_port()
@@ -111,8 +115,17 @@ def hold(planned: Planned, log_dir: Path) -> None:
         raise died
 
 
-HELD: dict[str, Callable[[Planned, Path], None]] = {"foreground": hold}
-"""What a server that is not measured is started for, by `serving.mode`: where further lives join."""
+def hold_for_capture(planned: Planned, log_dir: Path) -> None:
+    """See `hold_for_extractions`."""
+    verifier = planned.config.verifier
+    hold_for_extractions(
+        planned.server, planned.spec, log_dir, capture_layers=verifier.capture_layers, dtype=verifier.dtype,
+        env=planned.config.hardware.env,
+    )  # fmt: skip
+
+
+HELD: dict[str, Callable[[Planned, Path], None]] = {"foreground": hold, "capture": hold_for_capture}
+"""What a server that is not measured is started for, by `serving.mode`."""
 
 
 def require_free(host: str, port: int) -> None:

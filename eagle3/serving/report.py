@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from rich import get_console
@@ -53,6 +54,12 @@ def show_foreground(line: Line, log: str) -> None:
         "The server is ready; Ctrl-C ends it", [("url", url_of(line)), ("model", line.name), ("log", log)], None
     )
     get_console().print(Text("next:"), Text(ask), soft_wrap=True)
+
+
+def show_held(url: str, layers: Sequence[int], log: str) -> None:
+    """Where a server for extractions is, and how one attaches to it."""
+    rows = [("url", url), ("layers", ", ".join(map(str, layers))), ("log", log)]
+    closing_table("Held for extractions; Ctrl-C ends it", rows, f"python extract.py server=sglang server.urls=[{url}]")
 
 
 def _spread(figures: dict[str, Any], name: str) -> str:
