@@ -151,6 +151,11 @@ def test_a_flag_that_the_engine_does_not_know_is_told_in_its_words(job, tmp_path
     assert done.code == 1 and "sglang does not know --warp-speed 9" in done.output
 
 
+def test_the_verifier_is_no_drafter_for_itself(job, tmp_path):
+    done = run("serve.py", *job, "drafter_dir=v", cwd=tmp_path)
+    assert done.code == 1 and "v cannot be served by sglang" in done.output and not list(tmp_path.rglob("server.log"))
+
+
 def wait_until_ready(script, within_s=60.0):
     deadline = time.monotonic() + within_s
     while "next:" not in script.output():

@@ -221,7 +221,9 @@ def test_flags_of_the_hardware_come_first_and_those_of_the_server_count_more():
     assert on_hardware(plain.server, plain.hardware) == plain.server
 
 
-@pytest.mark.parametrize("flag", ["model_path", "port", "speculative_eagle_topk", "speculative-draft-model-path"])
+@pytest.mark.parametrize(
+    "flag", ["model_path", "port", "speculative_algorithm", "speculative_eagle_topk", "speculative-draft-model-path"]
+)
 def test_flags_that_are_set_here_cannot_be_chosen(flag):
     with pytest.raises(ValueError, match="is set by this program"):
         sglang_line(Path("/py"), SPEC, {flag: 1}, None, None, name="n", host="h", port=1, dtype="bfloat16")
