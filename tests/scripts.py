@@ -94,6 +94,7 @@ def _main(script: str, arguments: list[str], options: dict[str, Any]) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"} | options["env"]
     torch.set_num_threads(1)
     os.chdir(options["cwd"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and we with it
     sys.argv = [str(ROOT / script), *arguments]
     sys.path[0] = str(ROOT)
     if options["die"]:
