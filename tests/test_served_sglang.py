@@ -1,31 +1,43 @@
 """SGLang as a judge: asked as it is in earnest, by a fake that decodes with a drafter of its own, perhaps a liar."""
 
 import json
+import re
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from composed import config
 from fake_sglang import installed
 from hypothesis import given
 from hypothesis import strategies as st
 from played_engine import played
+from scripts import Script
 from test_served import SETTINGS, ask, silent
+from test_sglang import PYTHON, SERVER
+from tiny import tiny_verifier
 from tiny_drafter import ORIGIN, PROMPTS, trained_drafter
-from tiny_serve import ours
+from tiny_job import settings, write_inputs
+from tiny_serve import ours, untrained_drafter
+from transformers import AutoModelForCausalLM
 
 from eagle3 import served
-from eagle3.export.directory import save_drafter
+from eagle3.export.directory import load_drafter, save_drafter
 from eagle3.gate import counts_of, inside_response
-from eagle3.questions import FixedQuestions, Prompt
+from eagle3.questions import ChatQuestions, FixedQuestions, Prompt
 from eagle3.served_report import GateFailed, make_served_report
-from eagle3.served_sglang import sglang_judges
+from eagle3.served_sglang import SglangJudges, sglang_judges
+from eagle3.serving.started import started
+from extract.chat import Chat
 from extract.config import Capture, PhaseTimeouts, Server, Speculation
 from extract.engines.sglang_answers import read_verifications
+from extract.engines.sglang_server import server_environment
 from extract.launcher import ServerDied, ServerError
-from extract.verifier import resolve_verifier
+from extract.prompts import read_conversations
+from extract.spool import Spool
+from extract.verifier import load_tokenizer, resolve_verifier
 
 K = SETTINGS.drafts
 TIMEOUTS = PhaseTimeouts(**dict.fromkeys(("process", "distributed", "weights", "kv_cache", "graphs", "ready"), 30.0))
@@ -230,3 +242,69 @@ def test_a_histogram_is_as_good_as_the_order_but_for_one_verification(accepted, 
     exact, guessed = (counts_of(inside_response(order, tokens), 4) for order in (accepted, told))
     assert guessed.verifications == exact.verifications and guessed.length == exact.length
     assert all(abs(a - b) <= 1 for a, b in zip(guessed.accepted, exact.accepted, strict=True))
+
+
+def test_evaluate_says_what_sglang_counted_and_fails_with_a_drafter_that_is_too_weak(tmp_path):
+    """The script itself; the fake plays what an engine with an untrained drafter would say."""
+    write_inputs(tmp_path)
+    drafter = untrained_drafter(tmp_path)
+    words = settings(server="sglang", server__python=sys.executable, drafter_dir=drafter, evaluation__drafts=K,
+                     evaluation__max_new_tokens=12, server__capture__spool=tmp_path)  # fmt: skip
+    spec = resolve_verifier(str(tmp_path / "v"), name="tiny", cache_dir=tmp_path, chat_template=None,
+                            trust_remote_code=False)  # fmt: skip
+    chat = Chat(load_tokenizer(spec), spec.end_of_turn_ids, spec.vocab_size)
+    conversations, _ = read_conversations(str(tmp_path / "e.jsonl"), split=None, limit=None, system_prompt=None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "v", dtype=torch.float32).eval()
+    loaded = load_drafter(drafter, model.get_input_embeddings().weight.detach())
+    limits = replace(SETTINGS, max_new_tokens=12, end_of_turn_ids=frozenset(spec.end_of_turn_ids))
+    questions = ChatQuestions(conversations, chat, max_prompt=spec.max_position_embeddings - 12)
+    answers = served.answer(played(model, loaded, K), questions, limits, lambda prompts: None, silent)
+    (tmp_path / "played.json").write_text(json.dumps(script_of(answers)))
+    site = installed(tmp_path / "site")
+    words += [f"server.env.PYTHONPATH={site}", f"server.env.FAKE='played={tmp_path / 'played.json'}'"]
+    done = Script("evaluate.py", *words, cwd=tmp_path).wait()
+    assert done.code == 1 and "cannot be told to agree on this drafter" in done.output, done.output
+    assert "counted: SGLang 0.5.23" in done.output
+    (ledger,) = tmp_path.glob("outputs/evaluate/*/metrics.jsonl")
+    row = json.loads(ledger.read_text().splitlines()[-1])["values"]
+    assert row["verifications"] == answers.raw.verifications and row["accept_len_raw"] == answers.raw.length
+    logs = {file.parent.name for file in ledger.parent.glob("*/server.log")}
+    assert logs == {"sglang_alone", "sglang_with_drafter"} and ours(tmp_path) == []
+
+
+SPY = """
+import os
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    def after(result, runner, *_args, **_kwargs):
+        import eagle3_capture.install as ours
+        ours.after_load(result, runner)
+        runner.model.set_eagle3_layers_to_capture([int(told) for told in os.environ["SPY"].split("-")])
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", after, HookType.AFTER)
+"""
+"""SGLang does not draft on a CPU; this plugin tells its model what a drafter's config.json would."""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("ids", "layers"), [("0-1-3", [1, 2, 4]), ("1-2-4", [2, 3, 5])])
+def test_a_real_sglang_s_layers_are_seen_by_the_plugin(tmp_path, ids, layers):
+    assert PYTHON.exists(), f"{PYTHON} is missing: `make sglang-env` makes it"
+    spec = resolve_verifier(str(tiny_verifier(tmp_path / "v")), name="tiny", cache_dir=tmp_path, chat_template=None,
+                            trust_remote_code=False)  # fmt: skip
+    server = config(*SERVER, f"server.capture.spool={tmp_path}", script="evaluate").server
+    info = tmp_path / "spy" / "spy-1.dist-info"
+    info.mkdir(parents=True)
+    (info.parent / "spy.py").write_text(SPY)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spy\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nspy = spy:register\n")
+    line = SglangJudges(server, spec, tmp_path, K, "float32", {}).line(with_drafter=False)
+    with Spool(tmp_path, budget_bytes=0) as spool:
+        spool.tell(layers=[1, 2, 4], layer_ids=None, prefix="", groups=1)
+        env = server_environment(server, {}, spool)
+        env |= {"SGLANG_PLUGINS": "spy", "SPY": ids, "PYTHONPATH": f"{env['PYTHONPATH']}:{info.parent}"}
+        trained = layers == [1, 2, 4]
+        words = rf"trained on layers \[1, 2, 4\], and this SGLang gives it {re.escape(str(layers))}"
+        ended = nullcontext() if trained else pytest.raises(ServerDied, match=words)
+        with ended, started(replace(line, env=env), server, tmp_path / "log"):
+            assert [(said["layers"], said["writes"]) for said in spool.ready()] == [(layers, False)]
+        assert len(spool.ready()) == trained
