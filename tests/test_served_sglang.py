@@ -1,23 +1,19 @@
 """SGLang as a judge: asked as it is in earnest, by a fake that decodes with a drafter of its own, perhaps a liar."""
 
 import json
-import re
 import sys
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from composed import config
 from fake_sglang import installed
 from hypothesis import given
 from hypothesis import strategies as st
 from played_engine import played
 from scripts import Script
 from test_served import SETTINGS, ask, silent
-from test_sglang import PYTHON, SERVER
-from tiny import tiny_verifier
 from tiny_drafter import ORIGIN, PROMPTS, trained_drafter
 from tiny_job import settings, write_inputs
 from tiny_serve import ours, untrained_drafter
@@ -28,15 +24,12 @@ from eagle3.export.directory import load_drafter, save_drafter
 from eagle3.gate import counts_of, inside_response
 from eagle3.questions import ChatQuestions, FixedQuestions, Prompt
 from eagle3.served_report import GateFailed, make_served_report
-from eagle3.served_sglang import SglangJudges, sglang_judges
-from eagle3.serving.started import started
+from eagle3.served_sglang import sglang_judges
 from extract.chat import Chat
 from extract.config import Capture, PhaseTimeouts, Server, Speculation
 from extract.engines.sglang_answers import read_verifications
-from extract.engines.sglang_server import server_environment
 from extract.launcher import ServerDied, ServerError
 from extract.prompts import read_conversations
-from extract.spool import Spool
 from extract.verifier import load_tokenizer, resolve_verifier
 
 K = SETTINGS.drafts
@@ -270,41 +263,3 @@ def test_evaluate_says_what_sglang_counted_and_fails_with_a_drafter_that_is_too_
     assert row["verifications"] == answers.raw.verifications and row["accept_len_raw"] == answers.raw.length
     logs = {file.parent.name for file in ledger.parent.glob("*/server.log")}
     assert logs == {"sglang_alone", "sglang_with_drafter"} and ours(tmp_path) == []
-
-
-SPY = """
-import os
-def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    def after(result, runner, *_args, **_kwargs):
-        import eagle3_capture.install as ours
-        ours.after_load(result, runner)
-        runner.model.set_eagle3_layers_to_capture([int(told) for told in os.environ["SPY"].split("-")])
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", after, HookType.AFTER)
-"""
-"""SGLang does not draft on a CPU; this plugin tells its model what a drafter's config.json would."""
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(("ids", "layers"), [("0-1-3", [1, 2, 4]), ("1-2-4", [2, 3, 5])])
-def test_a_real_sglang_s_layers_are_seen_by_the_plugin(tmp_path, ids, layers):
-    assert PYTHON.exists(), f"{PYTHON} is missing: `make sglang-env` makes it"
-    spec = resolve_verifier(str(tiny_verifier(tmp_path / "v")), name="tiny", cache_dir=tmp_path, chat_template=None,
-                            trust_remote_code=False)  # fmt: skip
-    server = config(*SERVER, f"server.capture.spool={tmp_path}", script="evaluate").server
-    info = tmp_path / "spy" / "spy-1.dist-info"
-    info.mkdir(parents=True)
-    (info.parent / "spy.py").write_text(SPY)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spy\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nspy = spy:register\n")
-    line = SglangJudges(server, spec, tmp_path, K, "float32", {}).line(with_drafter=False)
-    with Spool(tmp_path, budget_bytes=0) as spool:
-        spool.tell(layers=[1, 2, 4], layer_ids=None, prefix="", groups=1)
-        env = server_environment(server, {}, spool)
-        env |= {"SGLANG_PLUGINS": "spy", "SPY": ids, "PYTHONPATH": f"{env['PYTHONPATH']}:{info.parent}"}
-        trained = layers == [1, 2, 4]
-        words = rf"trained on layers \[1, 2, 4\], and this SGLang gives it {re.escape(str(layers))}"
-        ended = nullcontext() if trained else pytest.raises(ServerDied, match=words)
-        with ended, started(replace(line, env=env), server, tmp_path / "log"):
-            assert [(said["layers"], said["writes"]) for said in spool.ready()] == [(layers, False)]
-        assert len(spool.ready()) == trained
