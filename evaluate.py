@@ -4,6 +4,7 @@ python evaluate.py                                  the drafter that train.py of
 python evaluate.py drafter_dir=DIR                  any drafter of the same verifier
 python evaluate.py evaluation.prompts=FILE          other prompts
 python evaluate.py server=vllm                      in vLLM (make vllm-env): its own counts beside ours, and a verdict
+python evaluate.py server=sglang                    the same in SGLang, which needs a GPU to draft
 """
 
 from pathlib import Path
@@ -14,26 +15,22 @@ from omegaconf import DictConfig
 from eagle3.app import command, launch, run_log, tracked_run
 from eagle3.config import Config
 from eagle3.export.directory import find_drafter, read_origin
-from eagle3.measure import MEASURES
+from eagle3.measure import MEASURES, show_plan
 from eagle3.report import show_report, warn_of
 from eagle3.runlog import Declared, check_wandb_ready
 from extract.job import open_verifier
-from extract.progress import closing_table
 from extract.prompts import source_sha256
 from extract.store_tensors import sha256_of
 
 COMMON = frozenset({"accept_len", "accept_len_low", "accept_len_high", "accept_len_replayed", "prompts", "tokens",
                     "verifications", "tokens_s_speculative_all_prompts"})  # fmt: skip
-FIGURES = {
-    "inprocess": COMMON,
-    "vllm": COMMON | {"accept_len_raw", "accept_len_decoded", "text_equal", "text_ties", "tokens_s_plain"},
-}
+SERVED = COMMON | {"accept_len_raw", "accept_len_decoded", "text_equal", "text_ties", "tokens_s_plain"}
+FIGURES = {"inprocess": COMMON, "vllm": SERVED, "sglang": SERVED}
 COUNTS = frozenset({"prompts", "tokens", "verifications", "text_equal", "text_ties"})
 
 
 def judge(config: Config, run_dir: Path) -> float | None:
-    if (engine := config.server.engine) not in FIGURES:
-        raise ValueError(f"server.engine={engine} cannot judge a drafter yet; use server={' or server='.join(FIGURES)}")
+    engine = config.server.engine
     if config.drafter_dir is None:
         raise ValueError("drafter_dir=null: evaluate.py judges a drafter; give drafter_dir=DIR")
     check_wandb_ready(config.tracking.mode)
@@ -50,8 +47,7 @@ def judge(config: Config, run_dir: Path) -> float | None:
     checked = f"python -m eagle3.export check {config.drafter_dir} --engine sglang"
     next_command = command("-m benchmarks.demo_check") if engine == "inprocess" else checked
     if config.dry_run:
-        prompts = f"{config.evaluation.prompts}, at most {config.evaluation.max_new_tokens} tokens each"
-        closing_table("Plan", [("drafter", str(drafter_dir)), ("verifier", spec.name), ("prompts", prompts)], None)
+        show_plan(config, spec, drafter_dir)
         return None
     with tracked_run(config, run_dir, "evaluate", inputs, renews=True) as run:
         if run.state == "finished":

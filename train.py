@@ -28,7 +28,7 @@ from extract.rundir import RunDir
 def train(config: Config, run_dir: Path) -> float | None:
     repeated = config.from_run
     config, run_dir = settled(config, run_dir, task_overrides())
-    prepare_machine(config.hardware)
+    prepare_machine(config.hardware, plans=config.dry_run)
     check_wandb_ready(config.tracking.mode)
     plan = plan_training(config)
     if repeated:

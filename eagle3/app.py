@@ -69,7 +69,7 @@ def launch(raw: DictConfig, stage: Stage) -> float | None:
             require_unchanged(Path(hydra.sweep.dir), hydra)
         # Else the settings that count are those saved there; and serve.py computes nothing here.
         if earlier is None and hydra.job.config_name != "serve":
-            prepare_machine(config.hardware)
+            prepare_machine(config.hardware, plans=config.dry_run)
         return stage(config, Path(hydra.runtime.output_dir))
     except KeyboardInterrupt:
         errors.print(Text(f"{hydra.job.name}: interrupted; the same command goes on from here", style="red"))
@@ -99,13 +99,16 @@ def earlier_run_of(config: Config, script: str | None) -> str | None:
     return config.resume or config.from_run
 
 
-def prepare_machine(hardware: Hardware) -> None:
-    """Environment, threads and messages, before the first use of the device; ValueError if it is not there."""
+def prepare_machine(hardware: Hardware, *, plans: bool) -> None:
+    """Environment, threads and messages, before the first use of the device; ValueError if it is not there.
+
+    Whoever only `plans` needs no device: a job for eight GPUs can be looked at on a laptop.
+    """
     _require_processes(hardware.devices if HydraConfig.get().job.config_name == "train" else 1)
     os.environ.update(hardware.env)
     if hardware.threads is not None:
         torch.set_num_threads(hardware.threads)
-    if hardware.accelerator == "cuda" and not torch.cuda.is_available():
+    if hardware.accelerator == "cuda" and not plans and not torch.cuda.is_available():
         raise ValueError("hardware.accelerator=cuda, but torch sees no GPU here; use hardware=cpu")
     torch.set_float32_matmul_precision("high")  # TF32 where there is such a thing; a CPU computes as before
     for noisy in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import cast
@@ -20,11 +20,13 @@ from eagle3.export.directory import load_drafter
 from eagle3.questions import ChatQuestions, Prompt, refuse_trained
 from eagle3.report import Report
 from eagle3.served_report import ServedReport, make_served_report
+from eagle3.served_sglang import SglangJudge, SglangJudges, sglang_judges
+from eagle3.serving.report import show_line
 from eagle3.suspects import Suspect, Text, suspects
 from extract.chat import Chat
 from extract.config import on_hardware
 from extract.engines.vllm import VllmServer, open_vllm
-from extract.progress import Progress
+from extract.progress import Progress, closing_table
 from extract.prompts import read_conversations
 from extract.store import open_store
 from extract.verifier import VerifierSpec, load_model, load_tokenizer
@@ -51,16 +53,58 @@ def measure_in_vllm(config: Config, spec: VerifierSpec, drafter_dir: Path, run_d
     """
     if faults := check(drafter_dir, "vllm"):
         raise ValueError("\n  ".join([f"{drafter_dir} cannot be judged in vLLM:", *map(str, faults)]))
-    settings, questions = _settings(config, spec), _questions(config, spec)
-    server = on_hardware(config.server, config.hardware)
+    server, drafts = on_hardware(config.server, config.hardware), config.evaluation.drafts
 
     def start(with_drafter: bool) -> VllmServer:
         return open_vllm(
             server, spec, dtype=config.verifier.dtype,
-            drafter=drafter_dir if with_drafter else None, drafts=settings.drafts if with_drafter else None,
-            log_dir=run_dir / ("vllm_with_drafter" if with_drafter else "vllm_alone"),
+            drafter=drafter_dir if with_drafter else None, drafts=drafts if with_drafter else None,
+            log_dir=run_dir / _life("vllm", with_drafter),
         )  # fmt: skip
 
+    return _measure_served(config, spec, drafter_dir, "vLLM", start)
+
+
+def measure_in_sglang(config: Config, spec: VerifierSpec, drafter_dir: Path, run_dir: Path) -> ServedReport:
+    """Asks SGLang without and with the drafter, then judges its text and its counts in process.
+
+    Raises:
+        ValueError: this SGLang would read the drafter directory otherwise than it was meant.
+    """
+    judges = judges_of(config, spec, drafter_dir)
+
+    def start(with_drafter: bool) -> AbstractContextManager[SglangJudge]:
+        return judges.started(with_drafter, run_dir / _life("sglang", with_drafter))
+
+    return _measure_served(config, spec, drafter_dir, "SGLang", start)
+
+
+def show_plan(config: Config, spec: VerifierSpec, drafter_dir: Path) -> None:
+    """What an evaluation would decode; for SGLang with both command lines, after the drafter was held against it."""
+    prompts = f"{config.evaluation.prompts}, at most {config.evaluation.max_new_tokens} tokens each"
+    closing_table("Plan", [("drafter", str(drafter_dir)), ("verifier", spec.name), ("prompts", prompts)], None)
+    if config.server.engine == "sglang":
+        judges = judges_of(config, spec, drafter_dir)
+        for with_drafter in (False, True):
+            show_line(judges.line(with_drafter))
+
+
+def judges_of(config: Config, spec: VerifierSpec, drafter_dir: Path) -> SglangJudges:
+    """The two SGLang servers of an evaluation, neither of them started; ValueError as `sglang_judges`."""
+    return sglang_judges(
+        on_hardware(config.server, config.hardware), spec, drafter_dir, config.evaluation.drafts,
+        dtype=config.verifier.dtype, env=config.hardware.env,
+    )  # fmt: skip
+
+
+def _life(engine: str, with_drafter: bool) -> str:
+    return f"{engine}_with_drafter" if with_drafter else f"{engine}_alone"
+
+
+def _measure_served(
+    config: Config, spec: VerifierSpec, drafter_dir: Path, engine: str, start: served.Start
+) -> ServedReport:
+    settings, questions = _settings(config, spec), _questions(config, spec)
     answers = served.answer(start, questions, settings, _refuse_trained(Path(config.store)), _told)
     model, drafter = _load(config, spec, drafter_dir)
     as_served = None if config.verifier.dtype == "float32" else cache(partial(_load_as_served, config, spec))
@@ -73,7 +117,7 @@ def measure_in_vllm(config: Config, spec: VerifierSpec, drafter_dir: Path, run_d
         return suspects(drafter, texts, recapture, settings.drafts, spec.num_layers)
 
     return make_served_report(
-        f"vLLM {answers.version}", judged, answers.raw, find_suspects=find_suspects,
+        f"{engine} {answers.version}", judged, answers.raw, find_suspects=find_suspects,
         drafts=settings.drafts, resamples=settings.bootstrap, seed=settings.seed,
     )  # fmt: skip
 
@@ -86,7 +130,7 @@ def _recapture(model: PreTrainedModel, text: Text, layers: Sequence[int]) -> rep
     return replayed.capture(model, *text, layers)
 
 
-MEASURES = {"inprocess": measure_in_process, "vllm": measure_in_vllm}
+MEASURES = {"inprocess": measure_in_process, "vllm": measure_in_vllm, "sglang": measure_in_sglang}
 """How an evaluation is done, by the name that `server.engine` gives."""
 
 

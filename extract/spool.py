@@ -158,16 +158,17 @@ class Spool(Parts):
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
-    def tell(self, *, layers: Sequence[int], layer_ids: Sequence[int], prefix: str, groups: int) -> None:
+    def tell(self, *, layers: Sequence[int], layer_ids: Sequence[int] | None, prefix: str, groups: int) -> None:
         """Writes what the plugin shall do.
 
         Args:
             layers: capture layers k, which the model must resolve `layer_ids` to.
-            layer_ids: what SGLang is told for them.
+            layer_ids: what SGLang is told for them; None: a drafter tells it, and the plugin only looks.
             prefix: of the requests whose states are wanted.
             groups: of data-parallel attention; 1 without it.
         """
-        told = {"folder": str(self.folder), "layers": list(layers), "layer_ids": list(layer_ids), "prefix": prefix,
+        ids = None if layer_ids is None else list(layer_ids)
+        told = {"folder": str(self.folder), "layers": list(layers), "layer_ids": ids, "prefix": prefix,
                 "groups": groups, "budget_bytes": self.budget_bytes}  # fmt: skip
         self.told.write_text(json.dumps(told))
 

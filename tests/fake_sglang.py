@@ -48,11 +48,14 @@ class Fake(BaseHTTPRequestHandler):
     life, the two probes counted: dies_at, hangs_at, fails_at, late_at (rows come after the answer). For every prompt
     with the id N in it: dies_of, fails_of, fewer_of, nan_of, half_of, others_of, cached_of, full_of. fails_from=N: the
     Nth and all later ones. fails_every=N: every Nth. breaks_off: answers are too short. cuts_at=N: the connection is
-    closed without an answer. slow=S: seconds for each token. silent: no figures of speculation.
-    one_each: hangs up on whoever wants to keep the
-    connection. on=N: all this only where CUDA_VISIBLE_DEVICES is N.
+    closed without an answer. slow=S: seconds for each token. silent: no figures of speculation. one_each: hangs up on
+    whoever wants to keep the connection. on=N: all this only where CUDA_VISIBLE_DEVICES is N. drafts: all this only in
+    a server with a drafter.
 
-    With --speculative-algorithm every verification but the last accepts one draft.
+    With --speculative-algorithm every verification but the last accepts one draft, and the plugin that looks on finds
+    one layer more than each id of the drafter's config.json; captures=N: N more; unwatched: it is not there.
+    played=FILE: answers and histograms, by the ids of their prompts, of a server without and of one with a drafter;
+    lies=hist, lies=count, lies=length, lies=proposed: its counts contradict each other, its answer, or its flags.
     """
 
     protocol_version = "HTTP/1.1"
@@ -72,9 +75,17 @@ class Fake(BaseHTTPRequestHandler):
             off = "radix_cache" not in self.faults
             self.say(200, {
                 "version": self.faults.get("version", VERSION), "page_size": 1, "max_req_input_len": MAX_INPUT + 1,
-                "disable_radix_cache": off, "disable_cuda_graph": True, "pp_size": 1, "speculative_algorithm": None,
+                "disable_radix_cache": off, "disable_cuda_graph": True, "pp_size": 1, **self.speculation(),
                 "model_path": self.faults.get("model_path", self.flags.model_path),
             })  # fmt: skip
+
+    def speculation(self) -> dict:
+        told = {key: value for key, value in vars(self.flags).items() if key.startswith("speculative_")}
+        numbers = {key: None if value is None else int(value) for key, value in told.items() if "num" in key}
+        if "steps" in self.faults:
+            numbers["speculative_num_steps"] = int(self.faults["steps"])
+        topk = told["speculative_eagle_topk"]
+        return told | numbers | {"speculative_eagle_topk": topk and int(topk)}
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -144,6 +155,8 @@ class Fake(BaseHTTPRequestHandler):
 
     def answer(self, asked: dict) -> dict:
         sampling = asked["sampling_params"]
+        if "played" in self.faults:
+            return self.play(asked["input_ids"], sampling)
         ids = [(asked["input_ids"][-1] + 1 + place) % self.vocab for place in range(sampling["max_new_tokens"])]
         stops = [] if sampling.get("ignore_eos") else sampling["stop_token_ids"]
         end = next((place for place, token in enumerate(ids) if token in stops), None)
@@ -152,6 +165,22 @@ class Fake(BaseHTTPRequestHandler):
         time.sleep(float(self.faults.get("slow", 0)) * len(ids) * (not asked.get("stream")))
         reason = "length" if end in (None, sampling["max_new_tokens"] - 1) else "stop"  # the limit counts first
         meta = {"finish_reason": {"type": reason}, **self.counted(len(ids))}
+        return {"output_ids": ids, "meta_info": meta}
+
+    def play(self, prompt: list[int], sampling: dict) -> dict:
+        drafts = self.flags.speculative_algorithm is not None
+        told = json.loads(Path(self.faults["played"]).read_text())["drafted" if drafts else "alone"][str(prompt)]
+        ids, histogram, lies = told["ids"], told["histogram"], self.faults.get("lies")
+        meta = {"finish_reason": {"type": "stop" if ids[-1] in sampling["stop_token_ids"] else "length"},
+                "completion_tokens": len(ids)}  # fmt: skip
+        if drafts and sum(histogram) and "silent" not in self.faults:
+            if lies == "length":  # verifications too many, and all sums with them
+                histogram = [histogram[0] + 5, *histogram[1:]]
+            verified, accepted = sum(histogram), sum(length * count for length, count in enumerate(histogram))
+            proposed = verified * int(self.flags.speculative_num_steps) + (lies == "proposed")
+            meta |= {"spec_verify_ct": verified, "spec_num_correct_drafts": accepted + (lies == "count"),
+                     "spec_num_proposed_drafts": proposed, "spec_correct_drafts_histogram":
+                     [*histogram[:-1], histogram[-1] + 1] if lies == "hist" else histogram}  # fmt: skip
         return {"output_ids": ids, "meta_info": meta}
 
     def counted(self, tokens: int) -> dict:
@@ -205,6 +234,8 @@ def main() -> None:
     Fake.faults = {key: value for key, _, value in (w.partition("=") for w in os.environ.get("FAKE", "").split(","))}
     if "on" in Fake.faults and Fake.faults["on"] != os.environ.get("CUDA_VISIBLE_DEVICES"):
         Fake.faults = {}
+    if "drafts" in Fake.faults and told.speculative_algorithm is None:
+        Fake.faults = {key: value for key, value in Fake.faults.items() if key == "played"}
     Fake.name, Fake.flags = told.served_model_name, told
     say("Init torch distributed begin.")
     say("Init torch distributed ends. elapsed=0.01 s")
@@ -217,8 +248,14 @@ def main() -> None:
     say("Load weight end.")
     file = os.environ.get("EAGLE3_CAPTURE")
     Fake.told = json.loads(Path(file).read_text()) if file else None
-    if Fake.told is not None and "not_ready" not in Fake.faults:
-        ready = {"pid": os.getpid(), "rank": 0, "world": 1, "writes": True, "layers": Fake.told["layers"]}
+    if Fake.told is not None and not Fake.faults.keys() & {"not_ready", "unwatched"}:
+        captures = Fake.told["layer_ids"] is not None
+        if not captures:
+            draft = json.loads((Path(told.speculative_draft_model_path) / "config.json").read_text())
+            ids, more = draft["eagle_config"]["eagle_aux_hidden_state_layer_ids"], int(Fake.faults.get("captures", 1))
+            if (layers := [layer + more for layer in ids]) != Fake.told["layers"]:
+                sys.exit(f"RuntimeError: trained on layers {Fake.told['layers']}, and this SGLang gives it {layers}")
+        ready = {"pid": os.getpid(), "rank": 0, "world": 1, "writes": captures, "layers": Fake.told["layers"]}
         (Path(Fake.told["folder"]) / f"READY.{os.getpid()}.json").write_text(json.dumps(ready))
     say("Memory pool end.")
     say("max_total_num_tokens=1000")

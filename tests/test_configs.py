@@ -9,7 +9,11 @@ from scripts import ROOT, Script
 
 GROUPS = ("hardware", "verifier", "server", "extraction", "drafter", "optimizer", "serving", "tracking", "experiment")
 OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
-NEEDS = {("verifier", "hf"): ("verifier.name=mine", "verifier.path=some/dir")}
+NEEDS = {
+    ("verifier", "hf"): ("verifier.name=mine", "verifier.path=some/dir"),
+    ("verifier", "kimi_k25"): ("verifier.path=some/dir",),
+    ("experiment", "kimi_k25"): ("verifier.path=some/dir",),
+}
 """What an option leaves for the user to say."""
 PRESENT = [name for name in SCRIPTS if (ROOT / f"{name}.py").exists()]
 

@@ -250,3 +250,42 @@ def test_what_was_told_is_all_that_the_plugin_knows(spooled):
     assert told == {"folder": str(spooled.folder), "layers": [1, 3, 6], "layer_ids": [0, 2, 5], "prefix": "hs-",
                     "groups": 1, "budget_bytes": 1 << 20}  # fmt: skip
     assert states.NAMES[-1] == "aux_hidden_states"
+
+
+@pytest.fixture
+def looking(tmp_path, monkeypatch):
+    """Told to change nothing: a drafter chooses the layers."""
+    with Spool(tmp_path, budget_bytes=0) as made:
+        made.tell(layers=[1, 3, 6], layer_ids=None, prefix="", groups=1)
+        monkeypatch.setenv(plugin.VARIABLE, str(made.told))
+        yield made
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_beside_a_drafter_the_plugin_only_looks(looking, nested):
+    inner = Model()
+    model = nn.Module() if nested else inner
+    if nested:
+        model.language_model = inner
+        model.set_eagle3_layers_to_capture = inner.set_eagle3_layers_to_capture
+    install.after_load(None, SimpleNamespace(model=model))
+    assert not hasattr(inner.model, "layers_to_capture") and looking.ready() == [], "nobody has chosen yet"
+    model.set_eagle3_layers_to_capture([0, 2, 5])  # as SGLang does, with what the drafter's config.json says
+    (ready,) = looking.ready()
+    assert ready["layers"] == inner.model.layers_to_capture == [1, 3, 6] and not ready["writes"]
+    assert not inner.logits_processor._forward_pre_hooks, "no states are taken"
+    assert sorted(file.name for file in looking.folder.iterdir() if file.is_dir()) == ["parts", "site"]
+    assert not list(looking.parts.iterdir())
+
+
+def test_a_drafter_that_is_given_other_layers_ends_the_server(looking):
+    model = Model(plus=0)
+    install.after_load(None, SimpleNamespace(model=model))
+    with pytest.raises(RuntimeError, match=r"trained on layers \[1, 3, 6\], and this SGLang gives it \[0, 2, 5\]"):
+        model.set_eagle3_layers_to_capture([0, 2, 5])
+    assert looking.ready() == []
+    silent = nn.Module()
+    silent.logits_processor = nn.Identity()
+    with pytest.raises(RuntimeError, match="cannot serve a drafter"):
+        install.after_load(None, SimpleNamespace(model=silent))
+    install.after_load(None, SimpleNamespace(model=silent, is_draft_worker=True))

@@ -20,10 +20,10 @@ ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 @contextmanager
-def started(line: Line, server: Server, log_dir: Path) -> Iterator[Launched]:
+def started(line: Line, server: Server, log_dir: Path, *, scratch: Path | None = None) -> Iterator[Launched]:
     """The server is ready; it and all its processes are gone at the end of the block.
 
-    `log_dir` gets server.log and command.txt.
+    `log_dir` gets server.log and command.txt; `scratch` is deleted when the server has ended, however we end.
 
     Raises:
         ValueError: the engine does not know a flag.
@@ -44,7 +44,7 @@ def started(line: Line, server: Server, log_dir: Path) -> Iterator[Launched]:
 
         try:
             launched = launch(line.command, line.env, log_file, healthy=ready, timeout_s=server.start_timeout_s,
-                              phases=phases)  # fmt: skip
+                              phases=phases, scratch=scratch)  # fmt: skip
         except ServerDied as error:
             if words := unknown_flags(str(error)):
                 raise ValueError(f"server.flags: {line.engine} does not know {words}; see {log_file}") from error

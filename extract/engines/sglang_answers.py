@@ -1,6 +1,6 @@
 """What SGLang answers, read and compared with what was asked: it ignores unknown fields without a word."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -45,3 +45,50 @@ def read_logprobs(answer: dict[str, Any], tokens: int) -> Told:
     if len(tops) != tokens - 1:
         raise ServerError(f"SGLang tells {len(tops)} log-probabilities of {tokens} tokens")
     return told
+
+
+def read_verifications(answer: dict[str, Any], tokens: int, drafts: int | None) -> tuple[int, ...]:
+    """Drafts that each verification of an answer of `tokens` tokens accepted; none without a drafter (`drafts` None).
+
+    SGLang tells how many verifications accepted how many drafts, and not in which order (see `_in_an_order`). Names
+    and meaning are those of 0.5.12 to 0.5.23.
+
+    Raises:
+        ServerError: a count is missing, or they contradict each other, the answer's length or the number of drafts.
+    """
+    try:
+        meta = answer["meta_info"]
+        told = sorted(key for key in meta if key.startswith("spec_"))
+        if drafts is None or (tokens == 1 and not told):  # the first token comes from the prompt's forward
+            if told:
+                raise ValueError(f"without a drafter it tells {told}")
+            return ()
+        histogram, verified = list(meta["spec_correct_drafts_histogram"]), meta["spec_verify_ct"]
+        accepted, proposed = meta["spec_num_correct_drafts"], meta["spec_num_proposed_drafts"]
+        if proposed != verified * drafts:
+            raise ValueError(f"{proposed} drafts in {verified} verifications are not {drafts} each")
+        summed = sum(histogram), sum(length * count for length, count in enumerate(histogram))
+        if len(histogram) > drafts + 1 or min(histogram) < 0 or summed != (verified, accepted):
+            raise ValueError(f"{verified} verifications with {accepted} drafts accepted are not {histogram}")
+        return _in_an_order(histogram, tokens)
+    except (KeyError, TypeError) as error:
+        raise ServerError(f"SGLang's answer lacks counts of its drafts ({error}): {str(answer)[:500]}") from error
+    except ValueError as error:
+        raise ServerError(f"SGLang's counts contradict each other: {error}; it says {str(answer)[:500]}") from error
+
+
+def _in_an_order(histogram: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """The verifications in an order that leads to the answer's end: only the last may have gone past it.
+
+    By how many tokens it did is certain, and so is the sum of drafts accepted inside the answer. Which of several
+    lengths the last one had is not: the most frequent is taken, and at the positions past its end one verification of
+    the answer may be counted wrongly.
+    """
+    accepted = [length for length, count in enumerate(histogram) for _ in range(count)]
+    past = 1 + sum(accepted) + len(accepted) - tokens
+    possible = [length for length, count in enumerate(histogram) if count and length >= past]
+    if past < 0 or not possible:
+        raise ValueError(f"verifications that accepted {list(histogram)} drafts do not make {tokens} tokens")
+    last = max(possible, key=lambda length: histogram[length])
+    accepted.remove(last)
+    return (*accepted, last)

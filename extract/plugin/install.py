@@ -24,7 +24,12 @@ INNER = ("language_model", "llm", "thinker")
 
 def after_load(result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> None:
     """Runs after `ModelRunner.load_model`, on every rank, before caches, graphs and warm-up."""
-    if not getattr(runner, "is_draft_worker", False):
+    if getattr(runner, "is_draft_worker", False):
+        return
+    told = json.loads(Path(os.environ[VARIABLE]).read_text())
+    if told["layer_ids"] is None:
+        watch(runner.model, told)
+    else:
         install(runner.model)
 
 
@@ -60,6 +65,37 @@ def install(model: nn.Module) -> None:
     if writer is not None:
         capture = Capture(writer, prefix=told["prefix"], num_layers=len(layers))
         inner.logits_processor.register_forward_pre_hook(capture, with_kwargs=True)
+    _say_ready(model, told, layers, writes=writes)
+
+
+def watch(model: nn.Module, told: dict[str, Any]) -> None:
+    """Changes nothing: as soon as SGLang tells the model what a drafter reads, its layers must be those it learned on.
+
+    SGLang does so after it has loaded the model, before it captures graphs. Without a drafter it never does, and there
+    is no file READY.
+
+    Raises:
+        RuntimeError: from SGLang's own call, which ends the server: the model captures other layers.
+    """
+    inner, setter = language_model(model), getattr(model, "set_eagle3_layers_to_capture", None)
+    if setter is None:
+        raise RuntimeError(f"{type(model).__name__} cannot serve a drafter: it has no EAGLE-3 support in SGLang")
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        setter(*args, **kwargs)
+        layers = list(inner.model.layers_to_capture)
+        if layers != told["layers"]:
+            raise RuntimeError(
+                f"the drafter was trained on layers {told['layers']}, and this SGLang gives it {layers}: write it anew "
+                "for this version with python -m eagle3.export"
+            )
+        _say_ready(model, told, layers, writes=False)
+
+    model.set_eagle3_layers_to_capture = watched  # type: ignore[assignment]
+
+
+def _say_ready(model: nn.Module, told: dict[str, Any], layers: list[int], *, writes: bool) -> None:
+    rank, world = _rank()
     ready = {"pid": os.getpid(), "rank": rank, "world": world, "writes": writes, "layers": layers,
              "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}  # fmt: skip
     file = Path(told["folder"]) / f"READY.{os.getpid()}.json"
