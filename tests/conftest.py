@@ -1,5 +1,7 @@
 """Shapes at tensor boundaries are checked in every test; hypothesis has no deadline, for machines are slow at times."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import settings
@@ -8,6 +10,7 @@ from tiny import tiny_verifier
 from transformers import AutoModelForCausalLM
 
 pytest_plugins = ["whole_job"]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs would ignore
 
 settings.register_profile("project", deadline=None, max_examples=25)
 settings.load_profile("project")

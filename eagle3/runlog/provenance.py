@@ -43,8 +43,12 @@ def files_sha256(files: Sequence[Path], root: Path) -> str:
 
 
 def git_diff(root: Path = SOURCE_ROOT) -> str:
-    """All that differs from HEAD, and the names of untracked files; what `git_diff_sha256` is over."""
-    return (_git(root, "diff", "HEAD") or "") + (_git(root, "status", "--porcelain") or "")
+    """All that differs from HEAD, and the names of untracked files; what `git_diff_sha256` is over.
+
+    What sweeps leave in multirun/ is kept in git and is no code: a sweep must not make itself differ.
+    """
+    where = ("--", ".", ":(exclude)multirun")
+    return (_git(root, "diff", "HEAD", *where) or "") + (_git(root, "status", "--porcelain", *where) or "")
 
 
 def git_state(root: Path = SOURCE_ROOT) -> dict[str, object]:
