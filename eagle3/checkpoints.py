@@ -79,6 +79,8 @@ def newest_sound(run_dir: Path) -> Checkpoint | None:
     If the best one before it is damaged, the best that is left takes its place.
     """
     found = checkpoints(run_dir)
+    for half in sorted((run_dir / "checkpoints").glob("step-*.tmp")):
+        log.warning("%s was still being written when its process died, and is passed over", half)
     for checkpoint in reversed(found):
         fault = _damaged_drafter(checkpoint.path) or _damaged_state(checkpoint.trainer_state)
         if fault is None:

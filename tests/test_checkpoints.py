@@ -313,3 +313,12 @@ def test_a_training_keeps_the_newest_and_the_best(trained):
     kept = {c.step for c in checkpoints(trained)}
     assert kept == {summary["steps"] - 1, summary["steps"], summary["best_step"]}
     assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == sorted(f"step-{s:06d}" for s in kept)
+
+
+def test_one_that_a_kill_left_half_written_is_named_where_a_run_goes_on(save, caplog):
+    for step in (1, 2):
+        save(step, 1.5)
+    folder = save.run_dir / "checkpoints"
+    (folder / "step-000002").rename(folder / "step-000002.tmp")
+    assert newest_sound(save.run_dir).step == 1
+    assert "step-000002.tmp was still being written when its process died" in caplog.text
