@@ -5,6 +5,10 @@ from typing import Any
 
 import httpx
 
+from extract.launcher import ServerError
+
+HEALTH_TIMEOUT_S = 5.0
+
 
 def client_options(url: str, timeout_s: float) -> dict[str, Any]:
     """For httpx.Client and httpx.AsyncClient.
@@ -21,3 +25,24 @@ def client_options(url: str, timeout_s: float) -> dict[str, Any]:
         "limits": httpx.Limits(max_connections=None),
         "headers": {"Connection": "close"},
     }
+
+
+def is_ready(client: httpx.Client, name: str) -> bool:
+    """Whether the server that calls its model `name` answers; ServerError if it is somebody else who does.
+
+    SGLang and vLLM answer alike: /health with 503 until they are ready, /v1/models as OpenAI's does.
+    """
+    try:
+        health = client.get("/health", timeout=HEALTH_TIMEOUT_S)
+        models = client.get("/v1/models", timeout=HEALTH_TIMEOUT_S) if health.status_code == 200 else None
+    except httpx.TransportError:
+        return False
+    if health.status_code == 503:
+        return False
+    if models is not None and models.status_code == 200 and name in models.text:
+        return True
+    said = health if models is None else models
+    raise ServerError(
+        f"a stranger answers on {client.base_url}, not our server {name}: {said.url.path} gave {said.status_code} "
+        f"{said.text[:200]!r}; somebody took this port first, try again"
+    )

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from scripts import Script, killed, run, succeed
 from tiny import tiny_verifier
 from tiny_job import SUBJECTS, settings, write_prompts
+from tiny_serve import ours
 
 from eagle3.config import ConfigError, typed
 from extract.engines.sglang_command import check_flags, data_parallel_groups, sglang_command
@@ -43,19 +44,6 @@ def job(tmp_path):
 
 def responses(folder):
     return (folder / "store" / "responses.jsonl").read_text()
-
-
-def ours(folder):
-    """Processes that were started for a job in `folder`."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = file.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if str(folder) in words and "launch_server" in words:
-            found.append(int(file.parent.name))
-    return found
 
 
 def is_clean(folder, within_s=15.0):

@@ -12,7 +12,7 @@ from composed import changed, config
 from stub_server import VOCAB, installed
 
 from eagle3.config import ConfigError, typed
-from extract import job
+from extract import job, local_http
 from extract.config import Server
 from extract.engines import vllm
 from extract.engines.base import Counters
@@ -210,7 +210,7 @@ def test_another_model_s_server_on_the_port_is_named(opened):
 
 
 def test_a_port_that_somebody_holds_in_silence_is_named(opened, monkeypatch):
-    monkeypatch.setattr(vllm, "HEALTH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(local_http, "HEALTH_TIMEOUT_S", 0.2)
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent:  # it never serves
         monkeypatch.setattr(vllm, "free_port", lambda: silent.server_address[1])
         with pytest.raises(ServerDied, match=r"exit code 1;(?s:.*)Address already in use"):

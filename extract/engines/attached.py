@@ -16,10 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from extract.config import Server
 from extract.engines.sglang_command import Life
-from extract.engines.sglang_server import SglangServer, is_ready
+from extract.engines.sglang_server import SglangServer
 from extract.engines.standby import RECORD, Held
 from extract.launcher import ServerDied, ServerError, tail
-from extract.local_http import client_options
+from extract.local_http import client_options, is_ready
 from extract.numbering import sglang_layer_ids
 from extract.spool import NAME, Parts
 from extract.verifier import VerifierSpec
@@ -153,7 +153,7 @@ class AttachedServer:
         client = httpx.Client(**client_options(held.url, server.request_timeout_s))
         self._server = SglangServer(HeldProcess(held, folder), client, name=held.name)
         try:
-            if not is_ready(client, held.name, lambda: True):
+            if not is_ready(client, held.name):
                 raise ServerError("it does not answer, or is not ready")
             _check(self._server, held, self._lease)
         except ServerError as error:

